@@ -1,1 +1,1 @@
-"""Models and their drafters: what layers compute, readable for one device; which ranks have which part of a tensor."""
+"""Models and draft heads: what their layers compute, readable for one device, and each rank's part of a tensor."""

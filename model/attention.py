@@ -22,19 +22,20 @@ from baton.model.layers import WeightSource
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """What every layer of one forward pass shares.
+    """What all layers of one forward pass share.
 
     Attributes:
-        batch: positions, slots and tables; where rows are dealt, of this rank's rows alone, as all down to `plans`.
+        batch: positions, slots and tables; if rows are distributed over ranks, of this rank's rows only, as are all
+            fields down to `plans`.
         slots_T: int64, where every row's K and V are written.
         pool: where K and V are written and read.
         cos_TF: cosines of the rotary angles.
         sin_TF: their sines.
         on_layer: called with a pool layer right after its K and V were written.
-        plans: how attention is divided, made by the first layer that needs it.
+        plans: work partitions of attention, made by the first layer that needs them.
         state_rows: the same rows for layers that keep state; () if the layout has none.
         routed: the same rows for layers whose experts may move; None if there are none.
-        dealt: who attends for which rows of the pass; None: every rank for all of them.
+        dealt: which rank attends for which rows; None: every rank for all of them.
     """
 
     batch: AttentionBatch
@@ -50,12 +51,12 @@ class AttentionInputs:
 
     @property
     def may_wait(self) -> bool:
-        """Whether the host may wait for the device: never where decode rows take part."""
+        """Whether the host may wait for the device: never if the pass has decode rows."""
         return isinstance(self.batch, PrefillBatch) if self.dealt is None else self.dealt.may_wait
 
 
 class Attention:
-    """One layer's attention: project, attend, join. Its KV is layer `layer` of the pool."""
+    """One layer's attention: project, attend, join. Its KV is pool layer `layer`."""
 
     def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
         self.qkv_QD = source.take_linear(*(f"{prefix}.{name}_proj.weight" for name in "qkv"))
@@ -73,7 +74,7 @@ class Attention:
         self._ops = ops
 
     def project(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Write the tokens' K and V -> their queries [T, A, E], and what gates their outputs, [T, A, E], if any."""
+        """Write the tokens' K and V; returns their queries [T, A, E] and their outputs' gates, [T, A, E], if any."""
         key_NHSE, value_NHSE = inputs.pool.layer(self.layer)
         key_scale, value_scale = (None, None) if self._scales is None else self._scales
         qkv_TQ = self._ops.linear(x_TD, self.qkv_QD)
@@ -93,7 +94,7 @@ class Attention:
         return query_TAE, pairs_TA2E[:, :, 1]
 
     def mix(self, read: tuple[torch.Tensor, ...], inputs: AttentionInputs) -> torch.Tensor:
-        """Queries ([T, A, E],), whose K and V are written -> what they see, [T, A * E]."""
+        """Attention output [T, A * E] for the queries ([T, A, E],), whose K and V are already written."""
         inputs.on_layer(self.layer)
         parts = self.attend(read[0], inputs.batch, self.stored(inputs.pool), inputs.plans)
         mixed_TAE = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -106,7 +107,7 @@ class Attention:
     def attend(
         self, query_TAE: torch.Tensor, batch: AttentionBatch, stored: tuple[torch.Tensor, ...], plans: SplitKVPlans
     ) -> tuple[torch.Tensor, ...]:
-        """What the tokens see of their sequences, chunks' and decode rows' apart, each [.., A, E]; after `project`."""
+        """Attention outputs, separately for chunks and decode rows, each [.., A, E]; called after `project`."""
         match batch:
             case PrefillBatch():
                 return (self._attend_prompts(query_TAE, batch, stored, plans),)
@@ -120,7 +121,7 @@ class Attention:
                 )
 
     def join(self, mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor | None = None) -> torch.Tensor:
-        """The output projection, [T, A * E] -> [T, D], of outputs times the sigmoid of their gate, rounded once."""
+        """Output projection, [T, A * E] -> [T, D], of outputs times the sigmoid of their gate, rounded once."""
         if gate_TAE is not None:
             mixed_TQ = self._ops.gate_output(mixed_TQ, gate_TAE)
         return self._ops.linear_inner(mixed_TQ, self.out_DQ)

@@ -1,6 +1,6 @@
-"""What config.json says about the architecture, in one spelling. Refuses what the model code does not implement.
+"""Reads an architecture's config.json into one form. Rejects what the model code does not implement.
 
-Token ids of the end of a text are not here: the tokenizer has them.
+End-of-text token ids are not included: the tokenizer has them.
 """
 
 import json
@@ -20,7 +20,7 @@ from baton.model.latent_sizes import LatentSizes, read_latent_sizes
 from baton.model.rope_scaling import RopeScaling, read_scaling, rope_parameters, stretched_len
 
 _MAX_LAYERS = 1000
-_MAX_SIZE = 1 << 20  # of any dimension that has no limit of its own
+_MAX_SIZE = 1 << 20  # of any dimension without a limit of its own
 _MAX_HEADS = 4096
 _MAX_EXPERTS = 4096
 _MAX_VOCAB_SIZE = 1 << 24
@@ -29,31 +29,31 @@ _MAX_POSITIONS = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What an architecture's name says, and config.json does not.
+    """What an architecture's name implies and config.json does not say.
 
     Attributes:
-        has_head_norms: queries and keys are normalised, unless `use_qk_norm` says not.
-        has_qkv_bias: their projections and the values' have biases, unless `bias_key` says not.
-        bias_key: the key that says so.
-        turns_in_part: the share of a head's columns that turn where `partial_rotary_factor` does not say; None: that
-            key is not implemented, and all do.
-        slides: `sliding_window` holds unless it is null; else only with `use_sliding_window`.
+        has_head_norms: queries and keys are normalised, unless `use_qk_norm` is false.
+        has_qkv_bias: their projections and that of values have biases, unless `bias_key` is false.
+        bias_key: the config key that says so.
+        turns_in_part: the share of a head's columns that are rotated if `partial_rotary_factor` is absent; None: that
+            key is not implemented, and all columns are rotated.
+        slides: `sliding_window` applies unless it is null; otherwise only with `use_sliding_window`.
         is_moe: layers have experts.
-        has_shared_expert: beside them one that takes every token.
-        sparse_block: the part of a layer that holds the experts.
-        expert_parts: gate, up and down projection of one.
-        expert_size: the key that says its intermediate size.
-        renormalises: chosen probabilities sum to 1; else only with `norm_topk_prob`.
-        is_hybrid: most layers are gated delta nets (`model.delta_net`), the others' outputs are gated; heads turn in
-            part, norms multiply by 1 + w.
+        has_shared_expert: besides, one expert that processes every token.
+        sparse_block: the part of a layer's names that stands for its experts.
+        expert_parts: gate, up and down projection of an expert.
+        expert_size: the key of its intermediate size.
+        renormalises: the selected probabilities sum to 1; otherwise only with `norm_topk_prob`.
+        is_hybrid: most layers are gated delta nets (`model.delta_net`), the others' outputs are gated; heads are
+            rotated in part, norms multiply by 1 + w.
         is_interleaved: projections of a gated delta net are stored key head by key head.
-        is_multimodal: config.json has what is about text in `text_config`.
-        has_mrope: rope parameters say which columns turn by the place within an image (`_SECTIONS`); in a text all
-            turn by one position.
+        is_multimodal: config.json has the text model's values in `text_config`.
+        has_mrope: rope parameters say which columns are rotated by the place within an image (`_SECTIONS`); for text,
+            all columns are rotated by one position.
         is_latent: attention is over latents (`model.latent_attention`).
-        is_deepseek: experts are chosen by their sigmoids, in groups, beside shared ones; the first layers are dense;
-            the MTP head is numbered as a layer.
-        absent: what a key means that config.json leaves out, where that is the family's own.
+        is_deepseek: experts are selected by sigmoids, in groups, besides shared ones; the first layers are dense; the
+            MTP head is numbered as a layer.
+        absent: the family's own meaning of keys that config.json leaves out.
     """
 
     has_head_norms: bool = False
@@ -88,7 +88,7 @@ _QWEN3_5_MOE = replace(
     is_moe=True,
     has_shared_expert=True,
     renormalises=True,
-    # No layer is dense.
+    # There is no dense layer.
     absent={**_QWEN3_5.absent, "intermediate_size": 1, "moe_intermediate_size": 512},
 )
 _FAMILIES = {
@@ -152,12 +152,12 @@ _FAMILIES = {
         },
     ),
 }
-_OF_THE_WHOLE = ("architectures", "tie_word_embeddings", "quantization_config")  # beside `text_config`, which they beat
+_OF_THE_WHOLE = ("architectures", "tie_word_embeddings", "quantization_config")  # override `text_config`
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 
 
-# Of other families, and the value that says nothing, beside null. transformers does not look at them in these families;
-# a checkpoint that has one was not made by their equations.
+# Keys of other families, and the value, besides null, that has no effect. transformers ignores them in these families;
+# a checkpoint that has one was not made with these families' equations.
 _OF_OTHERS = {
     "attention_multiplier": None,
     "attn_logit_softcapping": None,
@@ -171,7 +171,7 @@ _OF_OTHERS = {
 }
 
 
-# Of DeepSeek's family, and the values that say nothing more than what is computed, beside null.
+# Keys of DeepSeek's family, and the values, besides null, that mean what is implemented.
 _OF_DEEPSEEK = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -182,12 +182,12 @@ _OF_DEEPSEEK = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigmoidRouting:
-    """How experts are chosen by their sigmoids and a bias (DeepSeek-V3, section 2.1.2).
+    """How experts are selected by sigmoids and a bias (DeepSeek-V3, section 2.1.2).
 
     Attributes:
-        num_groups: equal groups of neighbouring experts.
-        num_kept_groups: of them, those whose experts may be chosen.
-        scaling: of the chosen experts' weights.
+        num_groups: number of equal groups of consecutive experts.
+        num_kept_groups: number of groups whose experts may be selected.
+        scaling: factor of the selected experts' weights.
     """
 
     num_groups: int
@@ -205,31 +205,31 @@ class ModelConfig:
         num_experts: 0 for a dense model.
         num_experts_per_token: experts a token is sent to.
         moe_intermediate_size: of one expert.
-        shared_expert_size: intermediate size of the expert that takes every token; 0: there is none.
-        sigmoid_routing: how experts are chosen by sigmoids; None: by a softmax. With it, the expert that takes every
-            token has no gate.
-        renormalise_experts: whether chosen probabilities are made to sum to 1 (norm_topk_prob).
+        shared_expert_size: intermediate size of the shared expert, which processes every token; 0: there is none.
+        sigmoid_routing: how experts are selected by sigmoids; None: by a softmax. With it, the shared expert has no
+            gate.
+        renormalise_experts: whether the selected probabilities are made to sum to 1 (norm_topk_prob).
         sparse_layers: trunk layers with experts.
         sparse_block: the part of such a layer's tensor names that stands for its experts and their router.
-        expert_parts: likewise for an expert's gate, up and down projections.
+        expert_parts: the part that stands for an expert's gate, up and down projections.
         num_mtp_layers: MTP layers the checkpoint says it has.
-        mtp_names: what the first of them is called.
+        mtp_names: tensor names of the first of them.
         has_head_norms: queries and keys are normalised head by head.
         has_qkv_bias: the projections of queries, keys and values have biases.
         rope: how rotary frequencies are scaled.
-        sliding_window: positions that attention looks back; None: all. Served only where it never bites.
-        dual_chunk_len: positions of a chunk of dual chunk attention (Qwen2.5-1M), within the first of which it is plain
-            attention; None: there are no chunks. No more than one is served.
-        draft_vocab_size: columns of the draft head; None if the MTP head proposes from the whole vocabulary.
+        sliding_window: positions that attention looks back; None: all. Served only if no position is beyond it.
+        dual_chunk_len: positions of a chunk of dual chunk attention (Qwen2.5-1M), which is plain attention within the
+            first chunk; None: there are no chunks. Only the first chunk is served.
+        draft_vocab_size: columns of the draft head; None if the MTP head drafts from the whole vocabulary.
         d2t_form: how the draft head's table is written, if config.json says (model.draft_head).
-        rotary_dim: columns of a head that are turned by its position.
+        rotary_dim: columns of a head that are rotated by its position.
         has_plus_one_norms: norms multiply by 1 + w.
-        has_output_gate: each query head has a gate for what it attends to.
+        has_output_gate: each query head has a gate for its attention output.
         delta_net: sizes of the layers that are gated delta nets; None: there are none.
-        delta_layers: which layers of the trunk these are.
+        delta_layers: trunk layers that are gated delta nets.
         has_interleaved_delta_net: their projections are stored key head by key head.
-        latent: sizes of attention over latents, whose rows are the one KV head then; None: heads have K and V.
-        fp8: how weights are quantized that the checkpoint holds in float8; None: it holds none.
+        latent: sizes of attention over latents, whose rows then count as the one KV head; None: heads have K and V.
+        fp8: how the checkpoint's float8 weights are quantized; None: it has none.
         model_hash: identity of config and weights; equal for copies of one directory.
     """
 
@@ -279,7 +279,8 @@ class ModelConfig:
 
         Args:
             path: the directory.
-            made_weights: says how weights are made that no file holds; `model_hash` is then of it and config.json.
+            made_weights: describes how weights that no file holds are generated; `model_hash` then covers it and
+                config.json.
 
         Raises:
             ModelMissing: the directory, config.json or the weights are not there.
@@ -293,7 +294,7 @@ class ModelConfig:
     def of_values(
         cls, values: dict[str, Any], path: Path, *, identity: dict[str, Any], made_weights: str | None = None
     ) -> "ModelConfig":
-        """From the mapping of config.json, or the part of it that is about layers; `identity` is all of it.
+        """Read the mapping of config.json, or its part about layers; `identity` is the whole mapping.
 
         Raises:
             Exception: as `from_directory`.
@@ -315,10 +316,10 @@ class ModelConfig:
             raise ModelFileDamaged(message, path=str(path)) from error
 
     def require_full_attention(self, max_model_len: int | None = None) -> None:
-        """Check that no position within `max_model_len` (None: the model's own) is beyond a window or the first chunk.
+        """Check that `max_model_len` (None: the model's own) is not beyond the sliding window or the first chunk.
 
         Raises:
-            ModelUnsupported: one does.
+            ModelUnsupported: it is.
         """
         wanted = self.max_model_len if max_model_len is None else max_model_len
         if self.sliding_window is not None and wanted > self.sliding_window:
@@ -331,41 +332,41 @@ class ModelConfig:
             raise ModelUnsupported(message, option="dual_chunk_attention_config", value=self.dual_chunk_len)
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts; the MTP layer (index num_layers) has them where the model has any."""
+        """Whether a layer has experts; the MTP layer (index num_layers) has them if the model has any."""
         return self.num_experts > 0 if layer == self.num_layers else layer in self.sparse_layers
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether it is of a family whose layers may be gated delta nets."""
+        """Whether it belongs to a family whose layers may be gated delta nets."""
         return self.has_output_gate
 
     @property
     def query_dim(self) -> int:
-        """Columns of a query head."""
+        """Number of columns of a query head."""
         return self.head_dim if self.latent is None else self.latent.query_dim
 
     @property
     def value_dim(self) -> int:
-        """Columns of what a query head makes."""
+        """Number of columns of a query head's output."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def shared_expert(self) -> str:
-        """The part of a sparse layer's names that stands for the expert that takes every token."""
+        """The part of a sparse layer's names that stands for the shared expert."""
         return f"{self.sparse_block}.shared_expert{'' if self.sigmoid_routing is None else 's'}"
 
     def kv_layer(self, dtype: str) -> LayerLayout:
-        """What a layer of attention keeps of a sequence."""
+        """What an attention layer keeps of a sequence."""
         if self.latent is not None:
             return self.latent.kv_layer(dtype)
         return attention_layer(self.num_kv_heads, self.head_dim, dtype)
 
     def pool_layer(self, layer: int) -> int:
-        """The first layer of the pool that a layer of the model has; the MTP layer's follows the trunk's."""
+        """The first pool layer of a model layer; the MTP layer's follows the trunk's."""
         return layer + (POOL_LAYERS - 1) * sum(index < layer for index in self.delta_layers)
 
     def expert_names(self, layer_prefix: str, expert: int) -> tuple[str, str, str]:
-        """Weights of an expert: its gate, up and down projections."""
+        """Weight names of an expert: its gate, up and down projections."""
         prefix = f"{layer_prefix}.{self.sparse_block}.experts.{expert}"
         gate, up, down = (f"{prefix}.{part}.weight" for part in self.expert_parts)
         return gate, up, down
@@ -390,7 +391,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says of the model of text, of a multimodal one's `text_config`."""
+    """The values about the text model; a multimodal model has them in `text_config`."""
     family, text = _family_of(values), values.get("text_config")
     if family is None:
         return values
@@ -404,10 +405,10 @@ def text_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_mtp_layers(values: dict[str, Any]) -> int:
-    """MTP layers that a config.json names, or that its family has where it names none.
+    """Number of MTP layers that config.json names, or that its family has if it names none.
 
     Raises:
-        ValueError: what it names is no number.
+        ValueError: the value is no number.
     """
     values = text_values(values)
     family = _family_of(values)
@@ -453,7 +454,7 @@ def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
 
 
 def _fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of ModelConfig by the names config.json uses. KeyError names a key that is missing."""
+    """Fields of ModelConfig from config.json. Raises KeyError for a missing key."""
     architecture = values["architectures"][0]
     family = _FAMILIES[architecture]
     values = {**family.absent, **values}
@@ -461,7 +462,7 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
     num_heads = _size(values, "num_attention_heads", limit=_MAX_HEADS)
     hidden_size = _size(values, "hidden_size")
     latent = read_latent_sizes(values, num_heads) if family.is_latent else None
-    default = num_heads if "num_key_value_heads" in values else None  # of null
+    default = num_heads if "num_key_value_heads" in values else None  # for null
     num_kv_heads = _size(values, "num_key_value_heads", limit=_MAX_HEADS, default=default) if latent is None else 1
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
@@ -515,7 +516,10 @@ def _hybrid_fields(values: dict[str, Any], family: _Family, num_layers: int) -> 
 
 
 def _dual_chunk_len(values: dict[str, Any]) -> int | None:
-    """Of `dual_chunk_attention_config`; sizes that are left out are vLLM's, whose form of it the makers name."""
+    """Length of the first chunk of `dual_chunk_attention_config`.
+
+    Absent sizes have the defaults of vLLM, whose implementation the model's makers name.
+    """
     chunks = values.get("dual_chunk_attention_config")
     if not chunks:
         return None
@@ -526,7 +530,7 @@ def _dual_chunk_len(values: dict[str, Any]) -> int | None:
 
 
 def _rotary_dim(values: dict[str, Any], head_dim: int, family: _Family) -> int:
-    """Columns of a head that are turned."""
+    """Number of columns of a head that are rotated."""
     if family.turns_in_part is None:
         return head_dim
     found = (where.get("partial_rotary_factor") for where in (rope_parameters(values), values))
@@ -598,7 +602,7 @@ def _num_experts(values: dict[str, Any]) -> int:
 def _size(
     values: dict[str, Any], key: str, *, minimum: int = 1, limit: int = _MAX_SIZE, default: int | None = None
 ) -> int:
-    """A size by its name, if it is sane: nothing is allocated or counted by one that is not."""
+    """A size by its key, checked against limits before anything is allocated or counted by it."""
     value = values.get(key)
     size = int(values[key] if default is None else default) if value is None else int(value)
     if not minimum <= size <= limit:

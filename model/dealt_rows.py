@@ -1,9 +1,9 @@
-"""Rows of one pass, dealt to the ranks of a group: each attends for its own, and all get what came of every row.
+"""Distributes the rows of one pass over the ranks of a group: each attends for its own rows, and all get every result.
 
-Whose a row is follows from its sequence's owner, which every rank knows from the plan; so no count crosses, and all
-ranks give an all-gather the same shape: as many rows as the rank with most has, or as a captured graph has for each.
-What pads a rank's part is dropped where it arrives. A rank without rows gives padding alone. Owns the indices; who owns
-a sequence is the scheduler's to say, and how ranks reach each other the engine's.
+A row's rank is the owner of its sequence, which every rank knows from the plan. So no counts are exchanged, and all
+ranks pass the same shape to an all-gather: as many rows as the rank with most has, or as a captured graph has for each.
+Padding is dropped on receipt. A rank without rows sends only padding. This module owns the indices; the scheduler
+decides who owns a sequence, and the engine provides the communication.
 
 Legend: T rows of a pass, O of them this rank's own, P rows that each rank gives, D hidden size.
 """
@@ -24,13 +24,14 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DealtRows:
-    """Who attends for which rows of a pass.
+    """Which rank attends for which rows of a pass.
 
     Attributes:
-        own_O: int64, this rank's rows in ascending order; in a graph others follow, and their results are dropped.
-        place_T: int64, where each row stands among the P rows of every rank, one rank after the other.
+        own_O: int64, this rank's rows in ascending order; in a graph, followed by others, whose results are dropped.
+        place_T: int64, place of each row among the P rows of every rank, rank after rank.
         num_each: P.
-        may_wait: whether the host may wait for the device in this pass, at every rank: no decode row takes part.
+        may_wait: whether the host may wait for the device in this pass, the same on every rank: there are no decode
+            rows.
         all_gather: every rank's tensor of one shape, in rank order, [size, ...].
     """
 
@@ -50,18 +51,18 @@ class DealtRows:
         return x_TD.index_select(0, self.own_O)
 
     def shared(self, x_OD: torch.Tensor) -> torch.Tensor:
-        """Every rank's rows, each rank giving its own, at every rank: [T, D]."""
+        """Every rank's rows, on every rank; each rank contributes its own: [T, D]."""
         padded_PD = functional.pad(x_OD, (0, 0, 0, self.num_each - len(x_OD)))
         return self.all_gather(padded_PD).flatten(0, 1).index_select(0, self.place_T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowDeal:
-    """How the rows of this rank's passes are dealt.
+    """How the rows of this rank's passes are distributed.
 
     Attributes:
-        rank: this one.
-        size: of the group.
+        rank: this rank.
+        size: size of the group.
         all_gather: see `DealtRows`.
     """
 
@@ -70,7 +71,7 @@ class RowDeal:
     all_gather: Callable[[torch.Tensor], torch.Tensor]
 
     def rows(self, owner_T: Ints, device: torch.device, *, may_wait: bool) -> DealtRows:
-        """Deal T >= 1 rows, each to the rank that `owner_T` names; one copy to the device."""
+        """Distribute T >= 1 rows, each to the rank in `owner_T`; one copy to the device."""
         num_each = int(self._counts(owner_T).max())
         own_O, place_T = self.places(owner_T, num_each)
         packed = to_device(torch.from_numpy(np.concatenate([own_O, place_T])), device)
@@ -84,7 +85,7 @@ class RowDeal:
         )
 
     def places(self, owner_T: Ints, num_each: int) -> tuple[Ints, Ints]:
-        """This rank's rows in ascending order [O], and where each row stands among `num_each` of every rank [T]."""
+        """This rank's rows in ascending order [O], and each row's place among `num_each` rows of every rank [T]."""
         counts = self._counts(owner_T)
         assert counts.max() <= num_each, "a rank has more rows than each may give"
         order = np.argsort(owner_T, kind="stable")
@@ -94,7 +95,7 @@ class RowDeal:
         return np.flatnonzero(owner_T == self.rank), place_T
 
     def _counts(self, owner_T: Ints) -> Ints:
-        """Rows of each rank."""
+        """Number of rows of each rank."""
         counts = np.bincount(owner_T, minlength=self.size)
         assert len(counts) == self.size, "a row of no rank"
         return counts
@@ -102,11 +103,11 @@ class RowDeal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DealtBatch:
-    """What a pass must know beside its tokens where its rows are dealt.
+    """What a pass needs besides its tokens if its rows are distributed over ranks.
 
     Attributes:
-        own: of this rank's rows, in their order; if it has none, a batch of none.
-        rows: whose the rows are.
+        own: batch of this rank's rows, in their order; an empty batch if it has none.
+        rows: how the rows are distributed.
     """
 
     own: AttentionBatch

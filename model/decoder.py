@@ -1,8 +1,8 @@
-"""One decoder layer and the trunk of them.
+"""One decoder layer, and the trunk made of such layers.
 
-Both are generators that stop where a layer mixes rows of a sequence, by attention or by a gated delta net: they yield
-what mixes and what it reads of each row, and are sent what it made. So a pass can be computed as one (`computed`), or
-piece by piece, where CUDA graphs replay what lies between two mixers.
+Both are generators that stop where a layer mixes the rows of a sequence, by attention or by a gated delta net: they
+yield the mixer and what it reads of each row, and are sent its output. So a pass can be computed as a whole
+(`computed`), or piece by piece, with CUDA graphs that replay the pieces between two mixers.
 
 Legend: T tokens, D hidden size, V vocabulary, A query heads, E head size, M columns of what a mixer makes.
 """
@@ -29,7 +29,7 @@ Pieces = Generator[tuple[Mixer, tuple[torch.Tensor, ...]], torch.Tensor, R]
 
 
 def computed(pieces: Pieces[R], inputs: AttentionInputs) -> R:
-    """Run all pieces, and mix in between. `inputs.on_layer` is called for each pool layer once it is written."""
+    """Run all pieces and the mixers between them. Calls `inputs.on_layer` for each pool layer once it is written."""
     try:
         mixer, read = next(pieces)
         while True:
@@ -40,11 +40,10 @@ def computed(pieces: Pieces[R], inputs: AttentionInputs) -> R:
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); in its place a layer may have a gated delta net.
+    """x + attention(norm(x)), then x + mlp(norm(x)); a gated delta net may take the place of attention.
 
-    A layer does not add what its MLP makes: the norm that comes next does, in one pass over the rows.
-
-    `attention_ops` are of attention, which adds nothing over ranks where rows are dealt to them; `ops` of all else.
+    A layer does not add its MLP's output: the next norm does, in one pass over the rows. `attention_ops` are for
+    attention, which sums nothing over ranks if rows are distributed over them; `ops` are for everything else.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class DecoderLayer:
     def pieces(
         self, x_TD: torch.Tensor, added_TD: torch.Tensor | None, inputs: AttentionInputs
     ) -> Pieces[tuple[torch.Tensor, torch.Tensor]]:
-        """Rows x + added (x alone if None) -> rows and what is to be added to them, all [T, D]."""
+        """Rows x + added (x alone if None) -> rows, and what is to be added to them, all [T, D]."""
         normed_TD, x_TD = self.attention_norm.of_sum(x_TD, added_TD)
         if isinstance(self.attention, DeltaNet):
             out_TX = yield self.attention, self.attention.project(normed_TD)
@@ -103,12 +102,12 @@ class Decoder:
         self._join: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
 
     def tap(self, layers: Collection[int], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
-        """Have every pass put what `join` makes of these layers' inputs beside its hidden states."""
+        """Let every pass append `join`, applied to the inputs of these layers, to its hidden states."""
         self._aux_layers, self._join = layers, join
 
     @contextmanager
     def one_of_each_layer(self) -> Iterator[None]:
-        """Passes leave out layers whose like comes before: what they launch, earlier ones do. Not what they compute."""
+        """Let passes skip layers like an earlier one: they launch the same kernels, but compute something else."""
         kinds: set[Hashable] = set()
         skipped = set()
         for index, layer in enumerate(self.layers):
@@ -123,7 +122,7 @@ class Decoder:
             self._skipped_layers = ()
 
     def pieces(self, token_ids_T: torch.Tensor, inputs: AttentionInputs) -> Pieces[torch.Tensor]:
-        """Hidden states after the final norm, [T, D], with what was tapped beside them."""
+        """Hidden states after the final norm, [T, D], with the tapped columns appended."""
         x_TD = self.embedding_VD[token_ids_T]
         added_TD: torch.Tensor | None = None
         aux: list[torch.Tensor] = []
@@ -138,7 +137,7 @@ class Decoder:
 
 
 def _traits(owner: Any, met: set[int]) -> Iterator[Hashable]:
-    """What a layer's launches depend on, of all that it holds; integers only number it."""
+    """Everything that a layer holds on which its launches depend; integers only number it."""
     if isinstance(owner, torch.Tensor):
         yield signature(owner)
     elif owner is None or isinstance(owner, (bool, float, str)):

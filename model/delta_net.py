@@ -1,7 +1,7 @@
 """A layer's gated delta net: projections, convolution, recurrence, gated norm, output projection.
 
 Source: Yang et al. 2024; transformers `Qwen3_5GatedDeltaNet` and `Qwen3NextGatedDeltaNet`, whose projections are
-interleaved by key heads. What lies between the projections (`kernels.delta_net.layer`) is rounded once. A rank of a
+interleaved by key heads. The work between the projections (`kernels.delta_net.layer`) is rounded once. A rank of a
 group holds a range of key heads with all that belongs to them.
 
 Legend: T tokens, D hidden size, B sequences, L rows of each, H key heads (of this rank), G value heads of one, K and V
@@ -24,7 +24,7 @@ from baton.model.tensor_spec import delta_linears
 
 
 def state_rows(batch: AttentionBatch, pool: KVPool) -> tuple[StateRows, ...]:
-    """The rows of a pass as layers with state take them: each segment of a chunk by itself, decode rows together."""
+    """The rows of a pass in the form for layers with state: chunk segments separately, decode rows together."""
     match batch:
         case PrefillBatch():
             return tuple(_chunks(batch, pool))
@@ -67,12 +67,13 @@ def _decode_rows(batch: DecodeBatch, pool: KVPool, first_row: int) -> StateRows:
 
 
 class DeltaNet:
-    """One layer's, whose state lies in three layers of the pool from `layer` on.
+    """The gated delta net of one layer, whose state is in three pool layers from `layer` on.
 
     Attributes:
-        mixed_XD: makes queries, keys, values and what gates outputs.
-        gates_XD: makes what gates the state.
-        both_XD: both as one, of which the two are views: few outputs take as long as a launch. None: one is float8.
+        mixed_XD: weight for queries, keys, values and output gates.
+        gates_XD: weight for the state's gates.
+        both_XD: both weights in one, of which the two are views, because a GEMM with few outputs takes as long as its
+            launch. None: one is float8.
     """
 
     def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
@@ -102,13 +103,13 @@ class DeltaNet:
         self.layer = layer
 
     def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What it reads of each row: queries, keys, values and what gates outputs [T, X], and gates of the state."""
+        """What the mixer reads of each row: queries, keys, values and output gates [T, X], and the state's gates."""
         if self.both_XD is None:
             return self._ops.linear(x_TD, self.mixed_XD), self._ops.linear(x_TD, self.gates_XD)
         return self._ops.linear(x_TD, self.both_XD).tensor_split([-len(self.gates_XD)], dim=1)
 
     def mix(self, read: tuple[torch.Tensor, ...], inputs: AttentionInputs) -> torch.Tensor:
-        """What `project` made -> outputs of the value heads [T, H G V]; writes the state, then tells of its layers."""
+        """Result of `project` -> outputs of the value heads [T, H G V]; writes the state, then reports its layers."""
         out_TX = self.carry(read, self.stored(inputs.pool), inputs.state_rows)
         for layer in self.pool_layers:
             inputs.on_layer(layer)
@@ -116,11 +117,11 @@ class DeltaNet:
 
     @property
     def pool_layers(self) -> range:
-        """Of its convolution's inputs, its open tile, and its state."""
+        """Pool layers of its convolution's inputs, its open tile, and its state."""
         return range(self.layer, self.layer + POOL_LAYERS)
 
     def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:
-        """What `carry` has of this layer alone: what its sequences keep, of all slots, and its weights."""
+        """The tensors of this layer alone that `carry` needs: what its sequences keep, of all slots, and weights."""
         conv_NHRX, tail_NHRY, state_NHRZ = (pool.blocks(layer)[:, :, 0] for layer in self.pool_layers)
         weights = self.weights
         own = weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG, weights.norm_V
@@ -129,7 +130,7 @@ class DeltaNet:
     def carry(
         self, read: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...], rows: tuple[StateRows, ...]
     ) -> torch.Tensor:
-        """Take the rows into their sequences' states -> [T, H G V]. Never waits for the device."""
+        """Carry the rows into their sequences' states -> [T, H G V]. Never waits for the device."""
         conv_NHRX, tail_NHRY, state_NHZ, conv_HXW, a_log_HG, dt_bias_HG, norm_V = stored
         weights = DeltaWeights(
             conv_HXW=conv_HXW, a_log_HG=a_log_HG, dt_bias_HG=dt_bias_HG, norm_V=norm_V, eps=self.weights.eps
@@ -138,7 +139,7 @@ class DeltaNet:
         return self._ops.delta_layer(self._projected(*read), weights, kept, rows)
 
     def join(self, out_TX: torch.Tensor) -> torch.Tensor:
-        """The output projection, [T, H G V] -> [T, D]."""
+        """Output projection, [T, H G V] -> [T, D]."""
         return self._ops.linear_inner(out_TX, self.out_DX)
 
     def _projected(self, mixed_TX: torch.Tensor, gates_TX: torch.Tensor) -> DeltaProjected:

@@ -1,7 +1,7 @@
-"""Sizes of a model's gated delta nets, what config.json says of them, and what a sequence keeps of them.
+"""Sizes of a model's gated delta nets: how config.json names them, and what a sequence keeps for them.
 
-Read off the config, without torch. Such a layer keeps three layers of the pool: the last inputs of its convolution, the
-rows of its open tile, and its state. All are cut into key heads, each with what belongs to it.
+Read from the config, without torch. Such a layer uses three pool layers: the last inputs of its convolution, the rows
+of its open tile, and its state. All are divided into key heads, each with what belongs to it.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ _MULTIPLE = 4  # of head sizes: rows of the pool are whole words in any dtype
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSizes:
-    """What every gated delta net of a model has.
+    """Sizes that every gated delta net of a model has.
 
     Attributes:
         num_key_heads: each has its own query, and several value heads.
         num_value_heads: of all key heads.
         key_dim: of one key head, and of its query.
         value_dim: of one value head.
-        num_taps: positions that an output of the convolution sees.
+        num_taps: positions that an output of the convolution reads.
     """
 
     num_key_heads: int
@@ -37,12 +37,12 @@ class DeltaSizes:
 
     @property
     def num_values(self) -> int:
-        """Value heads of one key head."""
+        """Number of value heads of one key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property
     def values_len(self) -> int:
-        """Columns of one key head's value heads."""
+        """Number of columns of one key head's value heads."""
         return self.num_values * self.value_dim
 
     @property
@@ -50,7 +50,7 @@ class DeltaSizes:
         return self.key_dim, self.value_dim, self.num_values
 
     def pool_layers(self, dtype: str, wide_dtype: str) -> tuple[LayerLayout, ...]:
-        """What one layer keeps: inputs in the model's dtype, the others in the wide one."""
+        """What one layer keeps: inputs in the model's dtype, the rest in the wide one."""
         window = LayerLayout(
             num_heads=self.num_key_heads,
             num_parts=1,
@@ -65,7 +65,7 @@ class DeltaSizes:
 
 
 def read_delta_sizes(values: Mapping[str, Any]) -> DeltaSizes:
-    """Sizes as config.json names them, or as the family has them where it does not.
+    """Sizes that config.json names, or the family's defaults.
 
     Raises:
         ModelUnsupported: a size that makes no sense, or that is not implemented.
@@ -88,10 +88,10 @@ def read_delta_sizes(values: Mapping[str, Any]) -> DeltaSizes:
 
 
 def read_delta_layers(values: Mapping[str, Any], num_layers: int) -> frozenset[int]:
-    """Which layers of the trunk are gated delta nets.
+    """Which trunk layers are gated delta nets.
 
     Raises:
-        ModelUnsupported: a kind of layer that is not implemented, or no layer attends.
+        ModelUnsupported: a kind of layer is not implemented, or no layer has full attention.
     """
     kinds = values.get("layer_types")
     if kinds is None:
@@ -105,7 +105,7 @@ def read_delta_layers(values: Mapping[str, Any], num_layers: int) -> frozenset[i
 
 
 def with_delta_nets(layout: KVLayout, sizes: DeltaSizes | None, layers: frozenset[int], *, dtype: str) -> KVLayout:
-    """A layout of attention layers, gated delta nets among them replaced by what they keep; `dtype` the model's."""
+    """A layout of attention layers in which delta layers are replaced by what these keep; `dtype` is the model's."""
     if sizes is None:
         return layout
     kept = sizes.pool_layers(dtype, "float64" if dtype == "float64" else "float32")

@@ -1,6 +1,6 @@
 """A draft head over fewer tokens than the target's vocabulary, and the tables between the two kinds of ids.
 
-The MTP head then proposes only the tokens that are drafted most; which those are changes what is accepted, never what
+The MTP head then proposes only the tokens that are drafted most; which these are affects what is accepted, never what
 is emitted. Names are EAGLE-3's under the MTP prefix: `mtp.lm_head.weight` [C, D], `mtp.d2t` int64 [C], `mtp.t2d` (not
 read, it follows from d2t); config.json says `draft_vocab_size`. Source: Li et al., "EAGLE-3" (2025).
 
@@ -18,7 +18,7 @@ D2T_FORMS = ("absolute", "offset")
 
 @dataclass(frozen=True, slots=True)
 class HeadIds:
-    """Columns of the draft head, int64 of any shape; tokens only once `Model.draft_to_target` has mapped them."""
+    """Columns of the draft head, int64 of any shape; `Model.draft_to_target` maps them to tokens."""
 
     columns: torch.Tensor
 
@@ -30,7 +30,7 @@ def normalise_d2t(d2t_C: torch.Tensor, vocab_size: int, form: str | None) -> tor
         d2t_C: what the checkpoint holds.
         vocab_size: V.
         form: "absolute" (token = d2t[column]), "offset" (token = column + d2t[column], what EAGLE-3 publishes), or None
-            if config.json does not say; then it is the one that makes sense.
+            if config.json does not say; then the only form that makes sense.
 
     Raises:
         ModelUnsupported: a token is out of range or has two columns, or both forms make sense and none is named.
@@ -54,7 +54,7 @@ def normalise_d2t(d2t_C: torch.Tensor, vocab_size: int, form: str | None) -> tor
 
 
 def columns_in_order(head_CD: torch.Tensor, d2t_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A head and its table with columns in order of their tokens: then the first of equals is the lowest token."""
+    """A head and its table, sorted by token, so that the first of tied columns is the lowest token."""
     if bool((d2t_C[1:] > d2t_C[:-1]).all()):
         return head_CD, d2t_C
     order_C = d2t_C.argsort()
@@ -62,19 +62,19 @@ def columns_in_order(head_CD: torch.Tensor, d2t_C: torch.Tensor) -> tuple[torch.
 
 
 def invert_d2t(d2t_C: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The column of each token, int32 [V]; -1 where the draft head has none."""
+    """The column of each token, int32 [V]; -1 if the draft head has none."""
     t2d_V = torch.full((vocab_size,), -1, dtype=torch.int32, device=d2t_C.device)
     t2d_V[d2t_C] = torch.arange(len(d2t_C), dtype=torch.int32, device=d2t_C.device)
     return t2d_V
 
 
 def spaced_d2t(num_columns: int, vocab_size: int) -> torch.Tensor:
-    """Tokens at even distances: the table of random weights."""
+    """Evenly spaced tokens: the table used with random weights."""
     return torch.arange(num_columns) * vocab_size // num_columns
 
 
 def _problem(table_C: torch.Tensor, vocab_size: int) -> str:
-    """What is wrong with a table, "" if nothing."""
+    """What is wrong with a table; "" if nothing."""
     outside_N = table_C[(table_C < 0) | (table_C >= vocab_size)]
     if len(outside_N):
         return f"holds {int(outside_N[0])}, and the vocabulary is 0 ... {vocab_size - 1}"

@@ -1,4 +1,4 @@
-"""Names of a draft head's tensors; see `model.draft_head` and `model.mtp`."""
+"""Tensor names of draft heads; see `model.draft_head` and `model.mtp`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ T2D = "mtp.t2d"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MTPNames:
-    """What a family calls the parts of its MTP head.
+    """How a family names the parts of its MTP head.
 
     Attributes:
-        embedding_norm: of the next token's embedding.
-        hidden_norm: of the hidden state.
+        embedding_norm: norm of the next token's embedding.
+        hidden_norm: norm of the hidden state.
         join: the weight that joins both.
         layer: the decoder layer.
-        norm: of what comes of it.
-        prefixes: all that belongs to MTP layers, those that are not used among them, begins with one of these.
-        copies: tensors that are stored once more, and of what; they are not read.
+        norm: norm of the layer's output.
+        prefixes: names of all MTP layers, including unused ones, begin with one of these.
+        copies: tensors that are stored again, and the originals; the copies are not read.
     """
 
     embedding_norm: str = "mtp.pre_fc_norm_embedding"
@@ -32,7 +32,7 @@ class MTPNames:
 
     @classmethod
     def behind_trunk(cls, num_layers: int, num_mtp_layers: int) -> "MTPNames":
-        """Of a head that is numbered as the layer after the trunk's last: DeepSeek's, GLM's."""
+        """Names of a head that is numbered as the layer after the trunk's last: DeepSeek's, GLM's."""
         layer = f"model.layers.{num_layers}"
         return cls(
             embedding_norm=f"{layer}.enorm",

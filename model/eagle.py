@@ -1,8 +1,8 @@
 """An EAGLE-3 drafter: one decoder layer over (next token, hidden state) pairs, beside the trunk that it drafts for.
 
-Entry i joins token t_{i+1} with the hidden state of position i, stands at position i, and predicts t_{i+2}. The first
-entry takes what the drafter's `fc` makes of the inputs of three trunk layers; a chained draft takes the drafter's own
-output, before its norm. Source: see `eagle_config`.
+Entry i joins token t_{i+1} with the hidden state of position i, has position i, and predicts t_{i+2}. The first entry
+takes the drafter's `fc` of the inputs of three trunk layers; a chained draft takes the drafter's own output, before its
+norm. Source: see `eagle_config`.
 
 Legend: T entries, D hidden size.
 """
@@ -19,14 +19,14 @@ from baton.model.layers import MLP, RMSNorm, WeightSource
 
 
 class EagleHead:
-    """Its KV is the pool layer after the trunk's last.
+    """The drafter's layer. Its KV is the pool layer after the trunk's last.
 
     Args:
-        source: of its own checkpoint.
-        config: its own.
-        layer: of the pool.
+        source: weights of its own checkpoint.
+        config: its own config.
+        layer: its pool layer.
         ops: the trunk's.
-        embedding_VD: the trunk's; used unless the checkpoint has others.
+        embedding_VD: the trunk's; used unless the checkpoint has a different one.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class EagleHead:
         self._ops = ops
 
     def join(self, aux: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The hidden state that a first entry takes, [T, D], of the inputs of the trunk's layers, [T, D] each."""
+        """The hidden state for a first entry, [T, D], from the inputs of the tapped trunk layers, [T, D] each."""
         return self._ops.linear(torch.cat(list(aux), dim=-1), self.join_DX)
 
     def __call__(self, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        """[T, D] before the drafter's norm: what its logits are made of, and the hidden state of a chained entry."""
+        """[T, D] before the drafter's norm: input of its logits, and the hidden state of a chained entry."""
         return computed(self._pieces(self.embedding_VD[token_ids_T], hidden_TD, inputs), inputs)
 
     def _pieces(

@@ -1,9 +1,10 @@
-"""What a published EAGLE-3 drafter is: sizes, names, and whether it fits its target. Without torch.
+"""Describes a published EAGLE-3 drafter: sizes, names, and whether it fits its target. Without torch.
 
-Two layouts are published: that of the paper's authors (`midlayer.*`, sizes at the top of config.json), and that of the
-`speculators` library (`layers.0.*`, sizes under `transformer_layer_config`). Both are the same model: one decoder layer
-whose attention reads a token's embedding beside a hidden state, and a head over the tokens that are drafted most.
-Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025).
+There are two published layouts: that of the paper's authors (`midlayer.*`, sizes at the top of config.json), and that
+of the `speculators` library (`layers.0.*`, sizes under `transformer_layer_config`). Both are the same model: one
+decoder layer whose attention reads a token's embedding beside a hidden state, and a head over the tokens that are
+drafted most. Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
+Test" (2025).
 
 Legend: C columns of the draft head, D hidden size, V vocabulary.
 """
@@ -32,13 +33,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """A drafter of one target.
+    """Config of a drafter for one target.
 
     Attributes:
         sizes: of its layer, by the names of a Llama model's; `model_hash` is the identity of its config and weights.
         draft_vocab_size: C.
         aux_layers: layers of the target whose inputs the drafter joins, ascending.
-        norms_before_residual: the hidden state that the layer adds to is the normalised one.
+        norms_before_residual: the layer's residual is the normalised hidden state.
     """
 
     sizes: ModelConfig
@@ -53,12 +54,12 @@ class EagleConfig:
         Args:
             path: the drafter's directory.
             target: the model it drafts for.
-            made_weights: as of `ModelConfig.from_directory`.
+            made_weights: as in `ModelConfig.from_directory`.
 
         Raises:
             ModelMissing: the directory, config.json or the weights are not there.
             ModelFileDamaged: a file is not what its name says.
-            ModelUnsupported: it is no EAGLE-3 drafter, or not of this target.
+            ModelUnsupported: it is not an EAGLE-3 drafter, or not for this target.
         """
         values = read_config(path)
         try:
@@ -92,11 +93,11 @@ class EagleConfig:
         return found
 
     def kv_layer(self, dtype: str) -> LayerLayout:
-        """What its layer keeps, in heads of its own."""
+        """What its layer keeps of a sequence, in heads of its own."""
         return attention_layer(self.sizes.num_kv_heads, self.sizes.head_dim, dtype)
 
     def require_cut(self, size: int, numerics: Numerics) -> None:
-        """Check that `size` ranks can hold equal parts of it.
+        """Check that `size` ranks can hold equal parts of the drafter.
 
         Raises:
             ModelUnsupported: they cannot; the message names the dimension.
@@ -107,9 +108,10 @@ class EagleConfig:
             raise ModelUnsupported(f"the drafter: {error.message}", **error.fields) from error
 
     def tensors(self, stored: Collection[str] = ()) -> TensorSpec:
-        """Names and shapes, the layer's under `layers.0` in either layout.
+        """Tensor names and shapes; the layer's are under `layers.0` in either layout.
 
-        A head over all tokens needs no table. If one is among the `stored` names, it is read, and may only order them.
+        A head over all tokens needs no table. If one is among the `stored` names it is read, and may only reorder the
+        tokens.
         """
         hidden = self.sizes.hidden_size
         weights = {"fc.weight": matrix(hidden, len(self.aux_layers) * hidden), "norm.weight": norm(hidden)}
@@ -153,9 +155,9 @@ class EagleConfig:
 def _aux_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers of the target whose inputs are joined, as config.json names them; () if it names none.
 
-    Those at the top are named so already, as vLLM and `speculators` read them. Those under `eagle_config` name layers
-    by their outputs, which are the next ones' inputs: SpecForge, whose own are 1, n / 2 - 1 and n - 4, writes them, and
-    SGLang adds 1 (`set_eagle3_layers_to_capture`).
+    Those at the top level are already inputs, as vLLM and `speculators` read them. Those under `eagle_config` name
+    layers by their outputs, which are the next layers' inputs: SpecForge writes them, with defaults 1, n / 2 - 1 and n
+    - 4, and SGLang adds 1 (`set_eagle3_layers_to_capture`).
     """
     key = "eagle_aux_hidden_state_layer_ids"
     own = (values.get("eagle_config") or {}).get(key)
@@ -163,7 +165,7 @@ def _aux_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def by_one_name(stored: Mapping[str, T]) -> dict[str, T]:
-    """A checkpoint's tensors with the layer's under `layers.0`; `t2d` follows from `d2t` and is left out."""
+    """A checkpoint's tensors with the layer's under `layers.0`; drops `t2d`, which follows from `d2t`."""
     renamed = {name.replace(f"{_OWN_LAYER}.", f"{LAYER}.", 1): tensor for name, tensor in stored.items()}
     renamed.pop("t2d", None)
     return renamed

@@ -1,7 +1,8 @@
-"""What a forward pass must know beside its tokens: positions, where to write KV, and what each row may read.
+"""What a forward pass needs besides its tokens: positions, where to write KV, and what each row may read.
 
 Legend: T tokens, B sequences, Q query rows per sequence, M entries of the widest block table.
-Rows that pad a batch carry the pool's scratch slot; nothing reads what they compute.
+
+Padding rows have the pool's scratch slot; nothing reads what they compute.
 """
 
 from collections.abc import Iterator
@@ -12,14 +13,14 @@ import torch
 
 
 class Segment(NamedTuple):
-    """Rows of one sequence of a `PrefillBatch`, side by side.
+    """Consecutive rows of one sequence in a `PrefillBatch`.
 
     Attributes:
-        sequence: which one.
-        first_row: among the rows of the batch.
-        start: position of the first.
+        sequence: index of the sequence.
+        first_row: first row within the batch.
+        start: position of the first row.
         length: >= 1.
-        keep_in: state slot that the sequence's is copied to behind them; None: none.
+        keep_in: state slot that the sequence's state is copied to after these rows; None: no copy.
     """
 
     sequence: int
@@ -36,14 +37,14 @@ class PrefillBatch:
     Attributes:
         positions_T: int64, position of each token in its sequence.
         slots_T: int64, flat pool slot each token's KV is written to.
-        block_tables_BM: int64, blocks of each sequence in order; unused entries point at the scratch block.
+        block_tables_BM: int64, blocks of each sequence in order; unused entries point at the null block.
         query_lens: tokens of each sequence in this batch, on the host; they sum to T.
         context_lens: keys visible to each sequence's last row (cached ones and this chunk), on the host.
-        lens_on_device: int64 starts of the sequences' rows [B + 1] and the context lengths [B]; None if they are on the
-            host alone.
+        lens_on_device: int64 starts of the sequences' rows [B + 1] and the context lengths [B]; None if they are only
+            on the host.
         state_slots_B: int64, state slot of each sequence; None if the layout has no state.
-        keep_in: of each sequence, the checkpoints that its rows leave, ascending: a position, and the state slot that
-            gets the state behind all rows before it. () is none of any.
+        keep_in: per sequence, the checkpoints that its rows leave, ascending: a position, and the state slot that
+            receives the state after all rows before it. () if no sequence leaves any.
     """
 
     positions_T: torch.Tensor
@@ -56,7 +57,7 @@ class PrefillBatch:
     keep_in: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     def segments(self) -> Iterator[Segment]:
-        """Rows as layers with state take them, one after the other: chunks, cut where they leave checkpoints."""
+        """Rows in the form for layers with state: the chunks in order, split where they leave checkpoints."""
         row = 0
         for index, (length, context_len) in enumerate(zip(self.query_lens, self.context_lens, strict=True)):
             start = context_len - length
@@ -70,7 +71,8 @@ class PrefillBatch:
 class DecodeBatch:
     """The dense layout: Q consecutive rows of each of B sequences, flattened to T = B * Q.
 
-    Row (b, q) sees keys at positions 0 ... positions_BQ[b, q]. Lengths stay on the device; the host knows a bound.
+    Row (b, q) attends to keys at positions 0 ... positions_BQ[b, q]. Lengths stay on the device; the host knows a
+    bound.
 
     Attributes:
         positions_BQ: int64.
@@ -78,7 +80,7 @@ class DecodeBatch:
         block_tables_BM: int64.
         max_context_len: host upper bound of positions_BQ + 1.
         state_slots_B: int64, state slot of each sequence; None if the layout has no state. A row that writes its KV to
-            the scratch slot writes its state to the scratch slot of those.
+            the scratch slot writes its state to the scratch state slot.
     """
 
     positions_BQ: torch.Tensor
@@ -90,7 +92,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedBatch:
-    """Chunks of prompts and decode rows in one pass: the T tokens of `prompts`, then the B * Q rows of `decode`."""
+    """Prefill chunks and decode rows in one pass: the T tokens of `prompts`, then the B * Q rows of `decode`."""
 
     prompts: PrefillBatch
     decode: DecodeBatch

@@ -1,10 +1,10 @@
-"""Multi-head latent attention: projections, rows of latents in the pool, attention of heads over them.
+"""Multi-head latent attention: projections, latent rows in the pool, and the heads' attention over them.
 
 Source: DeepSeek-V2 (2024), section 2.1; transformers `DeepseekV3Attention`. A rank of a group holds a range of heads,
-and every row of the pool. `kernels.mla.latent_rows` has both forms of the attention and says which serves where.
+and every row of the pool. `kernels.mla.latent_rows` has both forms of the attention and says which is used where.
 
-Legend: T tokens, D hidden size, A query heads (of this rank), E columns of a query, N of them that no position turns, R
-that are turned, C length of a latent, V columns of a value, Y = N + V, X = C + R elements of a row, K blocks of the
+Legend: T tokens, D hidden size, A query heads (of this rank), E columns of a query, N of them that are not rotated, R
+that are rotated, C length of a latent, V columns of a value, Y = N + V, X = C + R elements of a row, K blocks of the
 pool, S positions of one.
 """
 
@@ -24,7 +24,7 @@ from baton.model.tensor_spec import latent_linears
 
 
 class LatentAttention(Attention):
-    """One layer's. Its rows are layer `layer` of the pool, key and value in one."""
+    """Latent attention of one layer. Its rows are pool layer `layer`, key and value in one."""
 
     def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
         assert config.latent is not None
@@ -34,7 +34,7 @@ class LatentAttention(Attention):
         self.query_norm = RMSNorm(source, f"{prefix}.q_a_layernorm", NORM_EPS, ops) if up else None
         self.query_up_QX = source.take_linear(*up) if up else None
         self.latent_norm = RMSNorm(source, f"{prefix}.kv_a_layernorm", NORM_EPS, ops)
-        # Of a float8 checkpoint, too, it is wide: the absorbed form multiplies with it from its other side.
+        # Wide even in a float8 checkpoint, because the absorbed form multiplies with its transpose.
         expand_QC = source.take(f"{prefix}.kv_b_proj.weight")
         self.expand_AYC = expand_QC.unflatten(0, (-1, sizes.nope_dim + sizes.value_dim))
         self.out_DQ = source.take_linear(*out)
@@ -43,7 +43,7 @@ class LatentAttention(Attention):
         self._ops = ops
 
     def project(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, None]:
-        """Write the tokens' rows -> their queries [T, A, E]."""
+        """Write the tokens' rows; returns their queries [T, A, E]."""
         sizes, angles = self._sizes, (inputs.cos_TF, inputs.sin_TF)
         down_TX = self._ops.linear(x_TD, self.down_XD)
         query_TX, latent_TC, turning_TR = down_TX.tensor_split([-sizes.row_len, -sizes.rope_dim], dim=1)
@@ -62,7 +62,7 @@ class LatentAttention(Attention):
         return (pool.blocks(self.layer)[:, 0, 0],)
 
     def join(self, mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor | None = None) -> torch.Tensor:
-        """The output projection of heads' values, [T, A * V] -> [T, D]."""
+        """Output projection of the heads' values, [T, A * V] -> [T, D]."""
         assert gate_TAE is None
         return self._ops.linear_inner(mixed_TQ, self.out_DQ)
 

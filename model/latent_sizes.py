@@ -1,7 +1,7 @@
-"""Sizes of multi-head latent attention, what config.json says of them, and what a sequence keeps of it.
+"""Sizes of multi-head latent attention: how config.json names them, and what a sequence keeps for it.
 
-Read off the config, without torch. For each position a layer keeps one row: the latent, normalised, and the part of the
-key that is turned by its position. All heads read it, so every rank of a group holds it whole.
+Read from the config, without torch. For each position a layer keeps one row: the normalised latent, and the part of the
+key that is rotated by its position. All heads read it, so every rank of a group holds all of it.
 """
 
 from collections.abc import Mapping
@@ -11,20 +11,20 @@ from typing import Any
 from baton.core.errors import ModelUnsupported
 from baton.kvcache.layout import WORD_BYTES, LayerLayout
 
-NORM_EPS = 1e-6  # of the norms of latents, whatever config.json says of others: transformers `DeepseekV3Attention`
+NORM_EPS = 1e-6  # of the latents' norms, whatever config.json says about others: transformers `DeepseekV3Attention`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSizes:
-    """What every layer of a model that attends over latents has.
+    """Sizes of every layer of a model with latent attention.
 
     Attributes:
-        query_rank: length of the latent that queries are made of; 0: they are made of the hidden state.
-        latent_dim: length of the latent that keys and values are made of.
-        nope_dim: columns of a head's query and key that no position turns.
-        rope_dim: those that are turned, of a key the same for all heads.
+        query_rank: length of the latent that queries are made from; 0: they are made from the hidden state.
+        latent_dim: length of the latent that keys and values are made from.
+        nope_dim: columns of a head's query and key that are not rotated.
+        rope_dim: columns that are rotated; those of the key are the same for all heads.
         value_dim: columns of a head's value.
-        is_interleaved: neighbouring columns are turned together; else those that are half of `rope_dim` apart.
+        is_interleaved: adjacent columns are rotated together; otherwise those half of `rope_dim` apart.
     """
 
     query_rank: int
@@ -36,21 +36,21 @@ class LatentSizes:
 
     @property
     def row_len(self) -> int:
-        """Elements that are kept of a position."""
+        """Number of elements that are kept per position."""
         return self.latent_dim + self.rope_dim
 
     @property
     def query_dim(self) -> int:
-        """Columns of a head's query, and of its key."""
+        """Number of columns of a head's query, and of its key."""
         return self.nope_dim + self.rope_dim
 
     def kv_layer(self, dtype: str) -> LayerLayout:
-        """What one layer keeps."""
+        """What one layer keeps of a sequence."""
         return LayerLayout(num_heads=1, num_parts=1, row_len=self.row_len, dtype=dtype, whole=True)
 
 
 def read_latent_sizes(values: Mapping[str, Any], num_heads: int) -> LatentSizes:
-    """Sizes as config.json names them, or as the family has them where it does not.
+    """Sizes that config.json names, or the family's defaults.
 
     Raises:
         ModelUnsupported: a size that makes no sense, or that is not implemented.

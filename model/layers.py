@@ -1,4 +1,4 @@
-"""The parts of a decoder layer that are neither attention nor experts, and where parts get their weights from.
+"""The parts of a decoder layer other than attention and experts, and the source that parts read their weights from.
 
 Legend: T tokens, D hidden size, I intermediate size.
 """
@@ -27,25 +27,25 @@ from baton.model.checkpoint.tensor_reader import TensorRead, TensorReader
 from baton.model.checkpoint.weights import Cut, StoredTensor
 from baton.model.tensor_spec import KV_SCALES, mlp_names
 
-_NUM_WIDE = 8  # experts that are read before they are quantized
+_NUM_WIDE = 8  # experts that are read at once before they are quantized
 
 
 def whole(name: str) -> Cut | None:
-    """Nothing is cut."""
+    """None: a rank reads the whole tensor."""
     del name
     return None
 
 
 @dataclass(slots=True)
 class WeightSource:
-    """Reads tensors, or what `cut` says of each, as the parts of the model are built, and reports how far it is.
+    """Reads tensors, or the part that `cut` gives, as the parts of the model are built, and reports progress.
 
     Attributes:
-        scheme: of the weights that are stored in float8, if any are.
-        float8: which ones these are.
+        scheme: scheme of the float8 weights, if there are any.
+        float8: which weights are float8.
         held: which experts of each layer are read, whole; None: all, or a part of each.
-        num_kept: of them, how many are multiplied with as they are stored.
-        num_dequantized: the others, by why they are not.
+        num_kept: float8 weights that GEMMs use as stored.
+        num_dequantized: the other float8 weights, counted by reason.
     """
 
     stored: Mapping[str, StoredTensor | RandomTensor]
@@ -65,15 +65,15 @@ class WeightSource:
     num_dequantized: Counter[str] = field(default_factory=Counter, init=False)
 
     def take(self, *names: str) -> torch.Tensor:
-        """One tensor, or several one above the other (fused projections)."""
+        """Read one tensor, or several stacked by rows (fused projections)."""
         return self._take(names, NO_GEMM)
 
     def take_wide(self, *names: str) -> torch.Tensor:
-        """The same in the wide dtype, whatever the model's: what a narrower one would round away."""
+        """Same as `take` in the wide dtype, whatever the model's, for weights that a narrower one would round."""
         return self._take(names, NO_GEMM, wide_dtype(self.dtype))
 
     def take_linear(self, *names: str) -> Weight:
-        """The same of a weight that rows are multiplied with: in float8 if it is stored so, or the model is quantized.
+        """Read a GEMM weight: in float8 if it is stored so, or if the model is quantized.
 
         Raises:
             ModelUnsupported: its columns, or this rank's part of them, cannot be quantized; a scale is not finite.
@@ -85,20 +85,20 @@ class WeightSource:
         return weight_NK if self.quantization is Quantization.NONE else _quantized(weight_NK, names[0])
 
     def take_stacked(self, groups: Sequence[Sequence[str]], why: str = "") -> torch.Tensor:
-        """[len(groups), ...]: the tensors of each group one above the other, the groups stacked; `why` no float8."""
+        """[len(groups), ...]: each group's tensors stacked by rows, the groups stacked; `why` they are not float8."""
         stacked = self._new((len(groups), *self._stack_shape(groups[0])), self.dtype)
         self._fill(list(zip(groups, stacked, strict=True)), why)
         return stacked
 
     def take_experts(self, names: Sequence[tuple[str, str, str]]) -> Experts:
-        """Stacked experts of a layer, those that this rank holds, by the names of all: gate, up and down projections.
+        """Stacked experts of a layer that this rank holds, from the names of all: gate, up and down projections.
 
         Raises:
             ModelUnsupported: their sizes, or this rank's part of them, cannot be quantized; a scale is not finite.
         """
         numbers = range(len(names)) if self.held is None else self.held.numbers
         gate_up, down = [names[at][:2] for at in numbers], [names[at][2:] for at in numbers]
-        groups = [part for one in names for part in (one[:2], one[2:])]  # all ranks hold experts in the same form
+        groups = [part for one in names for part in (one[:2], one[2:])]  # of all: ranks hold experts in the same form
         if any(name in self.float8.scales for names in groups for name in names):
             whys = [why for names in groups if (why := self._why_wide(names, whole=True))]
             if whys:
@@ -122,7 +122,7 @@ class WeightSource:
         return key_scale, value_scale
 
     def _scale(self, names: Sequence[str]) -> torch.Tensor:
-        """The first of these that is stored."""
+        """The first of these scales that is stored."""
         name = next((name for name in names if name in self.stored), None)
         if name is None:
             return torch.ones(1, device=self.device)
@@ -132,7 +132,7 @@ class WeightSource:
         return scale.to(self.device)
 
     def _take_quantized(self, groups: Sequence[Sequence[str]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values [len(groups), ...] and scales of stacked weights, few of which are wide at the same time."""
+        """Values [len(groups), ...] and scales of stacked weights; only a few are wide at the same time."""
         values, scales = [], []
         for at in range(0, len(groups), _NUM_WIDE):
             some = groups[at : at + _NUM_WIDE]
@@ -142,13 +142,13 @@ class WeightSource:
         return torch.cat(values), torch.cat(scales)
 
     def _take(self, names: Sequence[str], why: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Tensors one above the other in the model's dtype; `why` says why those in float8 do not stay so."""
+        """Tensors stacked by rows in the model's dtype; `why` says why float8 ones are dequantized."""
         target = self._new(self._stack_shape(names), dtype or self.dtype)
         self._fill([(names, target)], why)
         return target
 
     def _fill(self, stacks: Sequence[tuple[Sequence[str], torch.Tensor]], why: str | None) -> None:
-        """Read tensors one above the other into what they become; `why` those in float8 do not stay so; None: they do.
+        """Read stacks of tensors into their targets; `why` float8 ones are dequantized; None: they stay float8.
 
         Raises:
             ModelUnsupported: a number of a scale is negative or not finite.
@@ -178,24 +178,24 @@ class WeightSource:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def _stack_shape(self, names: Sequence[str]) -> tuple[int, ...]:
-        """Of this rank's parts of tensors one above the other."""
+        """Shape of this rank's parts of tensors stacked by rows."""
         shapes = [self._shape(name) for name in names]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def _why_wide(self, names: Sequence[str], *, whole: bool) -> str:
-        """Why a GEMM's weights do not stay in float8; "" if they do. `whole`: the last one has whole blocks, too."""
+        """Why a GEMM's weights cannot stay float8; "" if they can. `whole`: even the last one must be whole blocks."""
         assert self.scheme is not None
         shapes = {name: self._shape(name) for name in names}
         dtype = str(self.dtype).removeprefix("torch.")
         return why_wide(self.scheme, self.float8.scales, shapes, dtype, whole=whole)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Of this rank's part."""
+        """Shape of this rank's part."""
         shape, cut = self.stored[name].shape, self.cut(name)
         return shape if cut is None else (*shape[: cut.dim], cut.count, *shape[cut.dim + 1 :])
 
     def _take_float8(self, names: Sequence[str]) -> Fp8Weight:
-        """Weights one above the other as they are stored, with a scale for each block."""
+        """Weights stacked by rows as they are stored, with a scale per block."""
         values, scales = self._stack_float8([names])
         return Fp8Weight.of(values[0], scales[0])
 
@@ -217,10 +217,10 @@ class WeightSource:
         if not bool((scale.isfinite() & (scale >= 0)).all()):
             message = f"{scale_name} holds a number that is no scale: negative or not finite"
             raise ModelUnsupported(message, option=scale_name, value=str(float(scale.min())))
-        return scale.to(self.device)  # judged before, on the host
+        return scale.to(self.device)  # checked above, on the host
 
     def _block_scales(self, name: str) -> torch.Tensor:
-        """Float32 [ceil(N / 128), K / 128] of this rank's part, whose blocks are whole."""
+        """Float32 [ceil(N / 128), K / 128] of this rank's part, which has whole blocks."""
         scale, cut = self._weight_scale(name), self.cut(name)
         if self.float8.scales[name].kind is ScaleKind.TENSOR:
             num_rows, num_columns = self._shape(name)
@@ -228,7 +228,7 @@ class WeightSource:
         return scale if cut is None else scale.narrow(cut.dim, cut.first // BLOCK_LEN, -(-cut.count // BLOCK_LEN))
 
     def _row_scales(self, name: str) -> Callable[[int, int], torch.Tensor]:
-        """What rows of this rank's part of a float8 weight are multiplied with, by where they begin and end."""
+        """Factors of a range of rows of this rank's part of a float8 weight, as a function of the range's bounds."""
         scale = self._weight_scale(name).to(torch.promote_types(self.dtype, torch.float32))
         cut, num_columns = self.cut(name), self.stored[name].shape[1]
         first, count = (cut.first, cut.count) if cut is not None and cut.dim == 1 else (0, num_columns)
@@ -239,7 +239,7 @@ class WeightSource:
                     return scale.reshape(1, 1)
                 case ScaleKind.CHANNEL:
                     return scale.reshape(-1, 1)[begin:end]
-                case ScaleKind.BLOCK:  # a part need not begin with one
+                case ScaleKind.BLOCK:  # a part need not begin at a block
                     blocks = scale[begin // BLOCK_LEN : -(-end // BLOCK_LEN)].repeat_interleave(BLOCK_LEN, 0)
                     rows = blocks[begin % BLOCK_LEN :][: end - begin]
                     return rows.repeat_interleave(BLOCK_LEN, 1)[:, first : first + count]
@@ -256,7 +256,7 @@ def _quantized(weight_NK: torch.Tensor, name: str) -> Fp8Weight:
 
 
 class RMSNorm:
-    """A norm with its weight w, or 1 + w."""
+    """RMS norm with weight w, or 1 + w."""
 
     def __init__(self, source: WeightSource, prefix: str, eps: float, ops: Ops, *, plus_one: bool = False) -> None:
         self.weight_D = source.take(f"{prefix}.weight")
@@ -269,7 +269,7 @@ class RMSNorm:
         return self._ops.rms_norm(x, self.weight_D, self._eps, plus_one=self._plus_one)
 
     def of_sum(self, x_TD: torch.Tensor, added_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + added, and the sum itself, rounded to its dtype before it is normalised."""
+        """The norm of x + added, and the sum, which is rounded to its dtype before it is normalised."""
         if added_TD is None:
             return self(x_TD), x_TD
         return self._ops.add_rms_norm(x_TD, added_TD, self.weight_D, self._eps, plus_one=self._plus_one)
@@ -285,16 +285,16 @@ class MLP:
         self._ops = ops
 
     def __call__(self, x_TD: torch.Tensor, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
-        """[T, D] -> [T, D]; never waits for the device, whatever `may_wait` allows. Nothing is `routed`."""
+        """[T, D] -> [T, D]; never waits for the device, whatever `may_wait` allows. `routed` is not used."""
         return self.go_on(self._ops.linear(x_TD, self.gate_up_JD))
 
     def go_on(self, gate_up_TJ: torch.Tensor) -> torch.Tensor:
-        """From the first GEMM on, [T, J] -> [T, D]."""
+        """Continue after the first GEMM, [T, J] -> [T, D]."""
         return self._ops.linear_inner(self._ops.silu_mul(gate_up_TJ), self.down_DI)
 
 
 def joined(*weights: Weight) -> torch.Tensor | None:
-    """Weights that read the same rows as one, [sum of N, K]; None if they are not of one dtype, or float8."""
+    """Weights that read the same rows, as one, [sum of N, K]; None if their dtypes differ or one is float8."""
     tensors = [weight_NK for weight_NK in weights if isinstance(weight_NK, torch.Tensor)]
     is_one = len(tensors) == len(weights) and len({weight_NK.dtype for weight_NK in tensors}) == 1
     return torch.cat(tensors) if is_one else None

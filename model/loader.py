@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a `Model`. Everything headers can tell is checked before memory is taken."""
+"""Loads a `Model` from a Hugging Face directory. Checks everything that headers can tell before it allocates memory."""
 
 import hashlib
 import logging
@@ -58,23 +58,26 @@ def load_model(
 ) -> Model:
     """Load config and weights, converted to `dtype`; `on_progress(done, total)` counts tensors.
 
-    With a `random_seed` the directory need hold no more than config.json: weights are drawn on the device, an MTP head
-    too if it is asked for, whether or not the model was published with one. With a `communicator`, only its rank's part
-    of the weights is read, and the model computes with the other ranks'; its logits are then those of the rank's tokens
-    alone, unless `cut_vocab` is False. With `expert_parallel` ranks hold different experts, whole, and not a part of
-    each; alone, a rank holds all; with `num_redundant_experts` they may move between slots, of which there are so many
-    more than experts. With `dp_attention` ranks attend for different sequences, with whole weights, and not with a part
-    of the heads for all. With a `quantization`, weights of GEMMs are quantized as they are read; the
-    KV is another model's then, and so it is with another `kv_dtype`. Weights that are float8 already are multiplied
-    with as they are stored, whatever `quantization` says; those that cannot be are dequantized, and that is logged.
-    `implementation` says what computes; left open, device, dtype and numerics do. An EAGLE-3 drafter is read from
-    `draft_path`, whose weights stay in `dtype`; then `with_mtp` is False.
+    - `random_seed`: the directory needs only config.json; weights are drawn on the device, including those of an MTP
+      head if `with_mtp`, whether or not the model was published with one.
+    - `communicator`: only its rank's part of the weights is read, and the model computes together with the other
+      ranks'; its logits are then those of the rank's tokens only, unless `cut_vocab` is False.
+    - `expert_parallel`: ranks hold different experts, whole, instead of a part of each; a single rank holds all.
+    - `num_redundant_experts`: experts may move between slots, of which there are this many more than experts.
+    - `dp_attention`: ranks attend for different sequences, with whole weights, instead of with a part of the heads for
+      all.
+    - `quantization`: GEMM weights are quantized as they are read; the KV then counts as another model's, as with
+      another `kv_dtype`. Weights that are already float8 are used as stored, whatever `quantization` says; those that
+      cannot be are dequantized, and that is logged.
+    - `implementation`: what computes the model; AUTO decides by device, dtype and numerics.
+    - `draft_path`: directory of an EAGLE-3 drafter, whose weights stay in `dtype`; `with_mtp` must then be False.
 
     Raises:
         ModelMissing: the directory, or a file it must hold, is not there.
-        ModelFileDamaged: a file is truncated or not what its name says, was changed while it was read, or holds a NaN.
-        ModelUnsupported: config.json asks for something that is not implemented, or a draft head's table is unsound.
-        ModelTensorMissing: tensors are not there, among them those of an MTP head that was asked for.
+        ModelFileDamaged: a file is truncated or not what its name says, was changed while it was read, or holds a NaN
+            or an infinity.
+        ModelUnsupported: config.json asks for something that is not implemented, or a draft head's table is invalid.
+        ModelTensorMissing: tensors are missing, including those of a requested MTP head.
         ModelTensorUnexpected: the checkpoint holds tensors the architecture has no place for, or one twice.
         ModelTensorMisshapen: a tensor's shape or dtype is not the one config.json implies.
     """
@@ -168,7 +171,7 @@ def _drafter(
     numerics: Numerics,
     random_seed: int | None,
 ) -> tuple[tuple[WeightSource, EagleConfig], torch.Tensor]:
-    """A drafter's weights, this rank's part of them, and the token of each column of its head."""
+    """This rank's part of a drafter's weights, and the token of each column of its head."""
     spec, d2t_C = config.tensors(), torch.arange(config.draft_vocab_size)
     stored: Mapping[str, StoredTensor | RandomTensor]
     if random_seed is not None:
@@ -179,7 +182,7 @@ def _drafter(
         stored, spec = headers, config.tensors(headers)
         check_tensors(spec, headers)
         if EAGLE_D2T in spec.tables:
-            form = config.sizes.d2t_form or ("offset" if config.has_table else None)  # of all tokens, either says it
+            form = config.sizes.d2t_form or ("offset" if config.has_table else None)  # with all tokens, either form
             d2t_C = normalise_d2t(headers[EAGLE_D2T].read_index(), config.sizes.vocab_size, form)
     require_cut(config.sizes, group.size, numerics)
 
@@ -193,7 +196,7 @@ def _drafter(
 
 
 def _with_headers(config: ModelConfig, path: Path, *, is_told: bool) -> tuple[ModelConfig, dict[str, StoredTensor]]:
-    """With the LM head that is stored, if it is not the embedding; and what the checkpoint holds."""
+    """The config, untied if an LM head other than the embedding is stored; and the checkpoint's tensors."""
     headers = by_published_names(config, read_headers(path))
     found = with_stored_head(config, headers)
     note = head_note(config, found)
@@ -203,7 +206,7 @@ def _with_headers(config: ModelConfig, path: Path, *, is_told: bool) -> tuple[Mo
 
 
 def _stand_in(config: ModelConfig, dtype: torch.dtype, numerics: Numerics) -> Quantization:
-    """What random weights take the place of a checkpoint's float8 weights."""
+    """The quantization with which random weights replace a checkpoint's float8 weights."""
     assert config.fp8 is not None
     is_float8 = config.fp8.may_stay_float8 and dtype is torch.bfloat16 and numerics is Numerics.DEFAULT
     return Quantization.FP8 if is_float8 else Quantization.NONE
@@ -215,7 +218,7 @@ def _note(sentence: str | None, group: Communicator) -> None:
 
 
 def _tell(source: WeightSource, spec: TensorSpec) -> None:
-    """What became of weights that are not computed with as they are stored: a line for each kind."""
+    """Log which weights are not computed with as they are stored, one line per kind."""
     if source.num_dequantized:
         whys = ", ".join(f"{count} because {why}" for why, count in source.num_dequantized.most_common())
         num_float8 = source.num_dequantized.total() + source.num_kept
@@ -236,20 +239,20 @@ def _identified(
     num_ranks: int,
     is_ordered: bool,
 ) -> ModelConfig:
-    """The same with another identity for each way to compute it that makes another KV.
+    """The config with a different identity for each way of computing that produces different KV.
 
-    `is_ordered` says that it is computed by the kernels of invariant numerics.
+    `is_ordered`: it is computed by the kernels of invariant numerics.
     """
     holds = numerics is Numerics.DEFAULT or (is_ordered and num_ranks == 1)
     if config.fp8 is not None and config.fp8.may_stay_float8 and _named(dtype) in GEMM_DTYPES and not holds:
         raise invariant_refusal()
     config = _quantized(config, quantization, dtype, is_ordered=holds)
     config = _with_kv(config, kv_dtype, dtype)
-    return _renamed(config, "by ordered kernels") if is_ordered else config  # whose bits are not the reference's
+    return _renamed(config, "by ordered kernels") if is_ordered else config  # their bits differ from the reference's
 
 
 def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dtype, *, is_ordered: bool) -> ModelConfig:
-    """The same with another identity: what KV it makes differs from the unquantized model's."""
+    """The config with a different identity, because its KV differs from the unquantized model's."""
     if quantization is Quantization.NONE:
         return config
     refusal = made_refusal(_named(dtype), is_ordered=is_ordered)
@@ -259,14 +262,14 @@ def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dty
 
 
 def _with_kv(config: ModelConfig, kv_dtype: KVDtype, dtype: torch.dtype) -> ModelConfig:
-    """The same with another identity if KV is narrower than `dtype`, which the pool's own dtype does not tell then."""
+    """The config with a different identity if KV is narrower than `dtype`, which the pool's dtype does not tell."""
     if kv_dtype is KVDtype.AUTO:
         return config
     return _renamed(config, f"KV {kv_dtype.value} of {_named(dtype)}")
 
 
 def _renamed(config: ModelConfig, how: str) -> ModelConfig:
-    """The model computed in another way: none of its KV is the other's."""
+    """The config with a different identity, so that no KV is shared between the two ways of computing."""
     identity = f"{config.model_hash} {how}"
     return replace(config, model_hash=hashlib.sha256(identity.encode()).hexdigest()[: len(config.model_hash)])
 
@@ -283,10 +286,10 @@ def _unfit(
     kv_dtype: KVDtype,
     asked: Implementation,
 ) -> str:
-    """What the Triton kernels are not made for, in words; "" if they are."""
+    """What the Triton kernels do not support, in words; "" if they support the model."""
     if numerics is Numerics.INVARIANT and config.num_experts:
-        # A rank does not sum them by slices. With AUTO, one rank computes them as several would: the other
-        # side of the hand-off may be cut otherwise, and would not be paired with the kernels' bits.
+        # A rank does not sum them by slices. With AUTO, one rank computes them as several would, because the other side
+        # of a hand-off may have another number of ranks, and would not match the kernels' bits.
         if communicator.size > 1:
             return f"experts over {communicator.size} ranks in invariant numerics"
         if asked is Implementation.AUTO:
@@ -312,10 +315,10 @@ def _unfit(
 
 
 def _form(asked: Implementation, unfit: str, device: torch.device, dtype: torch.dtype) -> tuple[Implementation, str]:
-    """What computes the model: as asked, or as device, dtype and sizes allow; and why it is not Triton.
+    """The implementation: as requested, or as device, dtype and sizes allow; and why it is not Triton.
 
     Raises:
-        ModelUnsupported: Triton was asked for, and is not made for the model or how it is to be computed.
+        ModelUnsupported: Triton was requested, but does not support the model or how it is to be computed.
     """
     if asked is Implementation.REFERENCE:
         return asked, "asked for by --kernels"

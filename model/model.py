@@ -1,11 +1,11 @@
-"""A loaded model: what the engine calls. One device, inference only; run it under `torch.inference_mode`.
+"""A loaded model, as the engine uses it. One device, inference only; run it under `torch.inference_mode`.
 
-With weights that were cut and operations that add over a group (`model.parallel`), it is one rank's part of the model:
-its trunk and MTP head are the whole model's, its pool holds the rank's KV heads, and its logits are those of the
-rank's tokens, which `vocab` says (`model.vocab`).
+With partial weights and operations that sum over a group (`model.parallel`), it is one rank's part of the model: its
+trunk and MTP head return the whole model's results, its pool holds the rank's KV heads, and its logits are those of the
+rank's tokens, given by `vocab` (`model.vocab`).
 
-Legend: T tokens, N rows, D hidden size, V vocabulary, W tokens of this rank (all, unless the vocabulary is cut),
-C columns of the draft head.
+Legend: T tokens, N rows, D hidden size, V vocabulary, W tokens of this rank (all, unless the vocabulary is cut), C
+columns of the draft head.
 """
 
 from collections.abc import Callable
@@ -39,23 +39,23 @@ from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 
 class Model:
-    """Trunk, lm_head and, if loaded with one, a draft head: the checkpoint's MTP head, or an EAGLE-3 drafter.
+    """Trunk, lm_head and optionally a draft head: the checkpoint's MTP head, or an EAGLE-3 drafter.
 
-    With `d2t_C` it proposes only those tokens.
+    With `d2t_C` the draft head proposes only those tokens.
 
     Attributes:
         with_mtp: there is a draft head, of either kind.
-        trunk_width: columns of the trunk's output: D, and D more where a drafter's hidden state stands beside them.
+        trunk_width: columns of the trunk's output: D, plus D if a drafter's hidden state is appended.
         implementation: what computes it: Triton kernels or the torch reference.
-        around: which form of the kernels places rows in the pool.
-        sampling_implementation: which form of the kernels may choose tokens from its logits, as they come; None: torch
-            chooses.
-        kv_dtype: how a pool for it keeps K and V.
-        why_no_triton: why it is not the former, in words; "" if it is, or if it was not given.
+        around: which implementation of the kernels places rows in the pool.
+        sampling_implementation: which implementation of the kernels may sample from its raw logits; None: torch
+            samples.
+        kv_dtype: how a pool for it stores K and V.
+        why_no_triton: why Triton does not compute it, in words; "" if it does, or if no reason was given.
         vocab: the tokens of this rank.
-        deal: how rows are dealt to ranks that attend; None: each rank attends for all rows.
-        d2t_C: the tokens of a pruned draft head, ascending; None if it has all.
-        draft_columns_C: where the logits of `draft_logits` stand among this rank's W; None likewise.
+        deal: how rows are distributed over ranks that attend; None: each rank attends for all rows.
+        d2t_C: the tokens of a pruned draft head, ascending; None if it has all tokens.
+        draft_columns_C: places of the `draft_logits` among this rank's W; None if the head has all tokens.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Model:
             self.trunk_width *= 2
         self._moves_experts = any(layer.slots is not None for layer in self.sparse_layers)
         self.vocab = vocab
-        # They read whole rows, and sum float32 in an order that other options of a batch may change.
+        # The kernels read whole rows, and sum float32 in an order that may depend on other requests' options.
         has_kernels = implementation is Implementation.TRITON and numerics is Numerics.DEFAULT and not vocab.is_cut
         self.sampling_implementation: Implementation | None = implementation if has_kernels else None
-        # Around the model nothing need agree: torch does it if torch computes the model, as Triton may not work here.
+        # Bits around the model need not agree: torch does this if it computes the model, as Triton may not work here.
         is_torch = implementation is Implementation.REFERENCE
         self.around = Implementation.REFERENCE if is_torch else Implementation.AUTO
         self._lm_head_WD = self._take_lm_head(source)
@@ -119,13 +119,13 @@ class Model:
 
     @property
     def num_pools(self) -> int:
-        """That sequences lie in: one at each rank if each attends for its own sequences, else one (`RankBlocks`)."""
+        """Number of KV pools: one per rank if each rank attends for its own sequences, else one (`RankBlocks`)."""
         return 1 if self.deal is None else self.deal.size
 
     def trunk(
         self, token_ids_T: torch.Tensor, batch: PassBatch, pool: KVPool, on_layer: Callable[[int], None]
     ) -> torch.Tensor:
-        """[T, trunk_width]: hidden states after the final norm, and what a drafter takes of the pass beside them.
+        """[T, trunk_width]: hidden states after the final norm, and a drafter's inputs from this pass beside them.
 
         Calls `on_layer(layer)` right after a layer's KV is written.
         """
@@ -135,15 +135,15 @@ class Model:
     def trunk_pieces(
         self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, slots_T: torch.Tensor, pool: KVPool
     ) -> Pieces[torch.Tensor]:
-        """The trunk of T tokens of any sequences, but for what mixes them: see `decoder.Pieces`. Never waits.
+        """The trunk of T tokens of any sequences, without the mixers: see `decoder.Pieces`. Never waits.
 
         Args:
             token_ids_T: int64.
-            positions_T: int64, of each in its sequence.
+            positions_T: int64, position of each token in its sequence.
             slots_T: int64, flat pool slot its KV is written to.
-            pool: where.
+            pool: the pool.
         """
-        rows = DecodeBatch(  # of one row each; nothing but attention asks for their tables
+        rows = DecodeBatch(  # one row each; only attention reads the tables
             positions_BQ=positions_T[:, None],
             slots_BQ=slots_T[:, None],
             block_tables_BM=slots_T[:, None],
@@ -166,13 +166,13 @@ class Model:
         pool: KVPool,
         on_layer: Callable[[int], None],
     ) -> torch.Tensor:
-        """Entries of the draft head, [T, D]; entry i has the token after position i and the hidden of i.
+        """Entries of the draft head, [T, D]; entry i has the token after position i and the hidden state of i.
 
         Args:
             token_ids_T: int64.
-            hidden_TD: what the trunk gave, or this.
-            batch: where the entries stand.
-            pool: of the model.
+            hidden_TD: output of the trunk, or of this function.
+            batch: positions of the entries.
+            pool: the model's pool.
             on_layer: see `trunk`.
         """
         assert self._mtp is not None, "the model was loaded without a draft head"
@@ -180,41 +180,41 @@ class Model:
         return self._mtp(token_ids_T, hidden_TD, self._inputs(self._draft_turns, batch, pool, on_layer))
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, W] of what the trunk gave, computed in the model's dtype; where torch chooses, as float32 if narrower."""
+        """[N, W] from the trunk's output, in the model's dtype; float32 if that is narrower and torch samples."""
         logits_NW = self._head(hidden_ND[:, : self.config.hidden_size], self._lm_head_WD)
         return self.vocab.close_padding(logits_NW) if isinstance(self.vocab, CutVocab) else logits_NW
 
     def draft_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, C] over the columns of the draft head, as `logits`; of a pruned one over those that are this rank's."""
+        """[N, C] over the columns of the draft head, as `logits`; of a pruned head, only this rank's columns."""
         if self.d2t_C is None:
             return self.logits(hidden_ND)
         hidden_ND = self._mtp.norm(hidden_ND) if isinstance(self._mtp, EagleHead) else hidden_ND
         return self._head(hidden_ND, self._draft_head_CD)
 
     def draft_to_target(self, ids: HeadIds) -> torch.Tensor:
-        """The tokens of columns of the draft head, int64 of the same shape."""
+        """The tokens of draft head columns, int64 of the same shape."""
         return ids.columns if self.d2t_C is None else self.d2t_C[ids.columns]
 
     def t2d(self) -> torch.Tensor | None:
-        """The column of each token, int64 [V], -1 for none; None if they are the same. Built when first asked for."""
+        """The column of each token, int32 [V], -1 for none; None if columns are tokens. Built on first use."""
         if self._t2d_V is None and self.d2t_C is not None:
             self._t2d_V = invert_d2t(self.d2t_C, self.config.vocab_size)
         return self._t2d_V
 
     @property
     def ops(self) -> Ops:
-        """What its layers compute with, those of its draft head too."""
+        """The operations of its layers, including its draft head."""
         return self._ops
 
     @property
     def sparse_layers(self) -> tuple[SparseMLP, ...]:
-        """What has experts, of the trunk's layers in order, then of its MTP head's."""
+        """MLPs with experts: of the trunk's layers in order, then of its MTP head."""
         layers = [*self._decoder.layers, *([self._mtp.layer] if isinstance(self._mtp, MTPHead) else [])]
         return tuple(layer.mlp for layer in layers if isinstance(layer.mlp, SparseMLP))
 
     @property
     def drafter_config(self) -> EagleConfig | None:
-        """Of its EAGLE-3 drafter, if it has one."""
+        """Config of its EAGLE-3 drafter, if it has one."""
         return self._eagle
 
     def kv_layout(self, block_size: int) -> KVLayout:
@@ -270,7 +270,7 @@ class Model:
         return tuple(sorted(shapes))
 
     def _take_lm_head(self, source: WeightSource) -> torch.Tensor:
-        """The head's rows of this rank, [W, D]. A tied head shares the embeddings' memory, but for padding."""
+        """This rank's rows of the head, [W, D]. A tied head shares the embeddings' memory, except for padding."""
         is_tied = self.config.tie_word_embeddings
         head = self._decoder.embedding_VD if is_tied else source.take("lm_head.weight")
         if not isinstance(self.vocab, CutVocab):
@@ -278,7 +278,7 @@ class Model:
         return self.vocab.own_rows(head) if is_tied else self.vocab.pad_rows(head)
 
     def _own_columns(self, head_CD: torch.Tensor, d2t_C: torch.Tensor) -> torch.Tensor:
-        """A pruned head's rows of this rank's tokens, by token."""
+        """This rank's rows of a pruned head, in token order."""
         head_CD, self.d2t_C = columns_in_order(head_CD, d2t_C)
         if not isinstance(self.vocab, CutVocab):
             self.draft_columns_C = self.d2t_C
@@ -306,7 +306,7 @@ class Model:
     def _routed(
         self, positions_T: torch.Tensor, slots_T: torch.Tensor, pool: KVPool, dealt: DealtRows | None = None
     ) -> RoutedRows | None:
-        """What layers whose experts may move ask of rows; of dealt ones each rank tells the others of its own."""
+        """What layers with moving experts need about rows; if rows are distributed, ranks exchange it."""
         if not self._moves_experts:
             return None
         is_counted_T = slots_T < pool.scratch_slot
@@ -317,10 +317,10 @@ class Model:
 
 
 class _Turns:
-    """How positions turn the heads of a model."""
+    """Rotary angles of a model's positions."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        cpu = torch.device("cpu")  # where they are rounded alike for every device
+        cpu = torch.device("cpu")  # so that rounding is the same for every device
         inverse_F = rope_inverse_frequencies(config.rotary_dim, config.rope_theta, dtype, cpu)
         self._inverse_F = config.rope.scale(inverse_F, config.rope_theta).to(device)
         self._factor = config.rope.attention_factor
@@ -332,4 +332,4 @@ class _Turns:
 
 
 def _ignore_layer(layer: int) -> None:
-    """The caller attends between the pieces, and so knows which layers were written."""
+    """Do nothing: the caller runs attention between the pieces, so it knows which layers were written."""

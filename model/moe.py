@@ -1,8 +1,8 @@
-"""The sparse MLP: a router and stacked experts, and an expert that takes every token where the family has one.
+"""The sparse MLP: a router and stacked experts, and a shared expert for every token if the family has one.
 
-Checkpoints hold one tensor per expert; they are stacked at load. Sources of the shared expert: transformers
-`Qwen2MoeSparseMoeBlock`, whose has a gate, and `DeepseekV3MoE`, whose has none; of routing by sigmoids, which is
-computed in the wide dtype from the hidden states on: `DeepseekV3TopkRouter`.
+Checkpoints hold one tensor per expert; they are stacked at load. Sources: the shared expert is that of transformers'
+`Qwen2MoeSparseMoeBlock`, which has a gate, and of `DeepseekV3MoE`, which has none; routing by sigmoids, computed in the
+wide dtype from the hidden states on, is `DeepseekV3TopkRouter`'s.
 """
 
 import torch
@@ -18,10 +18,11 @@ class SparseMLP:
     """Sends each token to its `num_experts_per_token` best experts. Legend: T tokens, D hidden size, E experts.
 
     Attributes:
-        experts: that this rank holds.
-        slots: where all of them lie, and what they got; None where they do not move.
-        both_ND: the shared expert's first GEMM and the router's as one, J + E outputs, of which the two are views:
-            few outputs take as long as a launch. None: there is no shared expert, or they are not of one dtype.
+        experts: the experts that this rank holds.
+        slots: where all experts are, and their loads; None if they do not move.
+        both_ND: the shared expert's first GEMM and the router's in one, J + E outputs, of which the two are views,
+            because a GEMM with few outputs takes as long as its launch. None: there is no shared expert, or their
+            dtypes differ.
     """
 
     def __init__(self, source: WeightSource, layer_prefix: str, config: ModelConfig, ops: Ops) -> None:
@@ -43,7 +44,7 @@ class SparseMLP:
         self._ops = ops
 
     def __call__(self, x_TD: torch.Tensor, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
-        """[T, D] -> [T, D]; only where `may_wait` may the host wait for the device. `routed` where experts may move."""
+        """[T, D] -> [T, D]; the host may wait for the device only if `may_wait`. Needs `routed` if experts may move."""
         gate_up_TJ = None
         if self.both_ND is None:
             logits_TE = self._ops.linear(x_TD.to(self.router_ED.dtype), self.router_ED)
@@ -65,7 +66,7 @@ class SparseMLP:
 
 
 class _SharedExpert:
-    """An MLP that every token goes through, weighted by a sigmoid of the token's own where the family has a gate."""
+    """An MLP for every token, whose output is weighted by a sigmoid of the token if the family has a gate."""
 
     def __init__(self, source: WeightSource, layer_prefix: str, config: ModelConfig, ops: Ops) -> None:
         prefix = f"{layer_prefix}.{config.shared_expert}"
@@ -76,12 +77,12 @@ class _SharedExpert:
     def add_to(
         self, mixed_TD: torch.Tensor, x_TD: torch.Tensor, gate_up_TJ: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What the experts made of the tokens x [T, D], and what this one makes, rounded once: [T, D].
+        """Sum of the experts' output and this one's for the tokens x [T, D], rounded once: [T, D].
 
         Args:
-            mixed_TD: the experts'.
+            mixed_TD: the experts' output.
             x_TD: the tokens.
-            gate_up_TJ: this one's first GEMM, if it is there already.
+            gate_up_TJ: output of this one's first GEMM, if already computed.
         """
         shared_TD = self.mlp(x_TD, may_wait=False) if gate_up_TJ is None else self.mlp.go_on(gate_up_TJ)
         return self._ops.add_shared(mixed_TD, shared_TD, x_TD, self.gate_1D)

@@ -1,9 +1,8 @@
 """The multi-token-prediction head: one decoder layer over (next token, hidden state) pairs.
 
-Entry i joins token t_{i+1} with the hidden state of position i, stands at position i, and predicts t_{i+2}. The first
-entry takes the trunk's hidden state after its final norm; a chained draft takes this head's own output. Source:
-DeepSeek-V3 report, section 2.2, in the published forms of DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5, which differ in
-names alone.
+Entry i joins token t_{i+1} with the hidden state of position i, has position i, and predicts t_{i+2}. The first entry
+takes the trunk's hidden state after its final norm; a chained draft takes this head's own output. Source: DeepSeek-V3
+report, section 2.2, in the published forms of DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5, which differ only in names.
 
 Legend: T entries, D hidden size.
 """
@@ -18,7 +17,7 @@ from baton.model.layers import RMSNorm, WeightSource
 
 
 class MTPHead:
-    """Its KV is the pool layer after the trunk's last. Embedding and lm_head are the trunk's."""
+    """The MTP head. Its KV is the pool layer after the trunk's last. Embedding and lm_head are the trunk's."""
 
     def __init__(
         self, source: WeightSource, config: ModelConfig, ops: Ops, attention_ops: Ops, embedding_VD: torch.Tensor
@@ -33,7 +32,7 @@ class MTPHead:
         self._ops = ops
 
     def __call__(self, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        """[T, D] after the head's norm: logits of t_{i+2}, and the hidden state of a chained entry."""
+        """[T, D] after the head's norm: input of the logits of t_{i+2}, and the hidden state of a chained entry."""
         embedded_TD = self._embedding_VD[token_ids_T]
         pair_TX = torch.cat([self.embedding_norm(embedded_TD), self.hidden_norm(hidden_TD)], dim=-1)
         x_TD = self._ops.linear(pair_TX, self.join_DX)

@@ -1,16 +1,16 @@
-"""Tensor parallelism, applied to a model from outside: which part of each weight a rank reads, and who adds.
+"""Tensor parallelism, applied to a model from outside: which part of each weight a rank reads, and where ranks add up.
 
-Query heads, gate and up are cut by outputs; the output projection and down by inputs, and what they make is added over
-the ranks. A rank of a group larger than the number of KV heads holds one of them, as its neighbours do. Gated
-delta nets are cut into ranges of key heads, with all that belongs to them. The LM head and
-a pruned draft head are cut by tokens, and what is chosen from them without putting rows of logits together
-(`model.vocab`). Everything else (norms, router, embeddings, the MTP head's joint projection) is whole at every rank:
-embeddings are read by row, so cutting them would save memory and cost a sum over the ranks for each step. Experts are
-all at every rank, each with a part of its intermediate dimension, so that a step of few tokens keeps all ranks busy; or
-every rank holds different ones, whole (expert parallelism), and what is added is the same. Attention over latents may
-be whole at every rank, which attends for its own sequences (`model.dealt_rows`).
+- Query heads, gate and up projections are cut by outputs; output and down projections by inputs, and their results are
+  summed over the ranks. With more ranks than KV heads, several consecutive ranks hold the same KV head.
+- Gated delta nets are cut into ranges of key heads, with all that belongs to them.
+- The LM head and a pruned draft head are cut by tokens; sampling never assembles whole rows of logits (`model.vocab`).
+- Everything else (norms, router, embeddings, the MTP head's joint projection) is whole on every rank: embeddings are
+  read by row, so cutting them would save memory but cost a sum over the ranks in each step.
+- Experts are all on every rank, each with a part of its intermediate dimension, so that a step of few tokens keeps all
+  ranks busy; or every rank holds different ones, whole (expert parallelism), and results are summed the same way.
+- Attention over latents may be whole on every rank, which then attends for its own sequences (`model.dealt_rows`).
 
-How ranks reach each other is the engine's; here is the seam.
+The engine implements the communication; this module defines its interface.
 """
 
 from collections.abc import Callable
@@ -34,12 +34,12 @@ class Communicator(Protocol):
     """One rank's end of a group of ranks. Every rank makes the same calls in the same order, one at a time.
 
     Attributes:
-        rank: of this end.
-        size: of the group.
-        num_operations: begun so far.
+        rank: this rank.
+        size: size of the group.
+        num_operations: number of operations begun so far.
         limit_s: deadline of each operation that begins from now on.
-        blame: asked when an operation fails: the error of the rank at fault, None if that is not known.
-        how: a sentence for operators, of how tensors cross; "" if there is nothing to choose.
+        blame: called when an operation fails: the error of the rank at fault, None if unknown.
+        how: a sentence for operators about how tensors are exchanged; "" if there is no choice.
     """
 
     how: str
@@ -50,23 +50,23 @@ class Communicator(Protocol):
     blame: Callable[[], WorkerLost | None]
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's `x`, added as a balanced tree in rank order: the same bits at each rank."""
+        """Sum of every rank's `x`, added as a balanced tree in rank order: the same bits on each rank."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's `x`, all of one shape and dtype, in rank order, [size, ...]; nothing crosses if it is empty."""
+        """Every rank's `x`, all of one shape and dtype, in rank order, [size, ...]; an empty `x` is not sent."""
         ...
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `values`, at every rank, in place; the others give a tensor of that shape and dtype, contiguous."""
+        """Copy rank 0's `values` to every rank, in place; others pass a contiguous tensor of that shape and dtype."""
         ...
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order, at every rank."""
+        """Every rank's bytes, in rank order, on every rank."""
         ...
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """Rank 0's bytes, at every rank."""
+        """Rank 0's bytes, on every rank."""
         ...
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Communicator(Protocol):
 
 
 class Alone:
-    """A group of one."""
+    """A communicator for a group of one rank."""
 
     how = ""
     rank = 0
@@ -107,29 +107,29 @@ class Alone:
         return data
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is no group to leave."""
 
 
 class ShardPlan:
     """Which part of a checkpoint's tensors one rank of a group holds.
 
     Args:
-        config: the model's.
-        communicator: the rank's.
-        numerics: of the model.
-        cut_vocab: cut the LM head, too; without other ranks there is nothing to cut.
-        expert_parallel: ranks hold different experts, and not a part of each.
-        num_redundant_experts: so many slots more than experts, and experts move between them; None: they stay.
-        dp_attention: ranks attend for different sequences, with all heads, and not with a part of these for all.
+        config: the model's config.
+        communicator: the rank's communicator.
+        numerics: the model's numerics.
+        cut_vocab: cut the LM head, too; has no effect with a single rank.
+        expert_parallel: ranks hold different experts instead of a part of each.
+        num_redundant_experts: number of slots beyond one per expert, between which experts move; None: they stay.
+        dp_attention: ranks attend for different sequences, with all heads, instead of with a part of the heads for all.
 
     Attributes:
-        inner: how parts of GEMMs are added.
-        held: which experts are this rank's; None: all, or a part of each.
+        inner: how partial GEMM results are summed.
+        held: which experts this rank holds; None: all, or a part of each.
         vocab: which tokens are this rank's.
-        deal: how rows are dealt to ranks that attend; None: each attends for all rows.
+        deal: how rows are distributed over ranks that attend; None: each attends for all rows.
 
     Raises:
-        ModelUnsupported: the model cannot be cut into so many equal parts.
+        ModelUnsupported: the model cannot be cut into that many equal parts.
     """
 
     def __init__(
@@ -167,5 +167,5 @@ class ShardPlan:
             self.vocab = cut
 
     def cut(self, name: str) -> Cut | None:
-        """The part of the tensor `name`; None is all of it."""
+        """The part of the tensor `name`; None for all of it."""
         return self._head if name == "lm_head.weight" else self._weights[name].cut(self._rank, self._size)

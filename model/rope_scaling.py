@@ -1,6 +1,7 @@
-"""How a model's rotary frequencies are scaled: by its config's rope parameters, in the spelling of either generation.
+"""Scales a model's rotary frequencies by its config's rope parameters, in the old or the new spelling.
 
 Sources: Peng et al. 2023 (YaRN), the Llama 3.1 release, and transformers' `modeling_rope_utils`, whose names these are.
+
 Legend: F rotary frequencies.
 """
 
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import ModelUnsupported
 
-if TYPE_CHECKING:  # configs are judged without it; it takes seconds to import
+if TYPE_CHECKING:  # configs are checked without torch, which takes seconds to import
     import torch
 
-# "dynamic" scales nothing within the model's own length, and no more than that is served.
+# "dynamic" scales nothing within the model's own length, which is the most that is served.
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _NEEDED = {"llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
 _KNOWN = {
@@ -31,19 +32,19 @@ _KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """One rope type with its parameters, as `read_scaling` found them; `original_len` is what the model was made for.
+    """One rope type with its parameters, as read by `read_scaling`.
 
     Attributes:
         kind: one of `ROPE_TYPES`.
         factor: by which positions are stretched.
-        original_len: positions before that.
+        original_len: positions that the model was made for, before stretching.
         low_freq_factor: llama3's.
         high_freq_factor: llama3's.
         beta_fast: YaRN's.
         beta_slow: YaRN's.
-        truncate: whether YaRN's range is made of whole frequencies.
+        truncate: whether YaRN rounds its range to whole frequencies.
         attention_factor: cosines and sines are multiplied by it.
-        score_factor: where attention is over latents, scores are multiplied by it.
+        score_factor: with latent attention, scores are multiplied by it.
     """
 
     kind: str = "default"
@@ -58,7 +59,7 @@ class RopeScaling:
     score_factor: float = 1.0
 
     def scale(self, inverse_F: "torch.Tensor", theta: float) -> "torch.Tensor":
-        """The frequencies [F] to turn by, of unscaled ones."""
+        """The scaled frequencies [F]."""
         import torch
 
         if self.kind == "linear":
@@ -81,12 +82,12 @@ class RopeScaling:
         return inverse_F
 
     def _place(self, turns: float, dim: int, theta: float) -> float:
-        """The frequency, as a place among them, that turns so often within the original length."""
+        """The index of the frequency that makes this many turns within the original length."""
         return dim * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of positions, under `rope_parameters` or `rope_scaling`; {} if nothing.
+    """The mapping under `rope_parameters` or `rope_scaling` in config.json; {} if there is none.
 
     Raises:
         ModelUnsupported: it is no mapping, both are there and differ, or kinds of layers have one each.
@@ -103,7 +104,7 @@ def rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_scaling(values: Mapping[str, Any]) -> RopeScaling:
-    """How config.json has positions scaled.
+    """The scaling that config.json specifies.
 
     Raises:
         ModelUnsupported: a type or a parameter that is not implemented, or one that makes no sense.
@@ -120,7 +121,7 @@ def read_scaling(values: Mapping[str, Any]) -> RopeScaling:
             raise _refusal(f"{key} of rope_type {kind!r} is not implemented", rope)
     if kind == "default":
         return RopeScaling()
-    given -= {key for key in ("mscale", "mscale_all_dim") if rope.get(key) == 0}  # says nothing, as to transformers
+    given -= {key for key in ("mscale", "mscale_all_dim") if rope.get(key) == 0}  # 0 has no effect, as in transformers
     if not rope.get("finetuned", True):
         raise _refusal(f"finetuned = {rope['finetuned']!r} is not implemented", rope)
     missing = [key for key in ("factor", *_NEEDED.get(kind, ())) if rope.get(key) is None]
@@ -148,14 +149,14 @@ def read_scaling(values: Mapping[str, Any]) -> RopeScaling:
 
 
 def stretched_len(values: Mapping[str, Any]) -> int:
-    """Positions to which YaRN stretches the original ones that config.json names; 0 if it does not.
+    """Number of positions to which YaRN stretches the original ones that config.json names; 0 if it does not.
 
-    Makers say to switch YaRN on by the rope parameters alone (Qwen2.5's model cards), with `max_position_embeddings` as
-    it was; vLLM takes the length from the parameters, too. Of "linear" it is not taken: such checkpoints name the
-    stretched length themselves (deepseek-coder), and not what it was.
+    Model makers recommend enabling YaRN by the rope parameters alone (Qwen2.5's model cards), leaving
+    `max_position_embeddings` as it was; vLLM takes the length from the parameters, too. This does not apply to
+    "linear": such checkpoints name the stretched length itself (deepseek-coder), not the original.
 
     Raises:
-        ModelUnsupported: as of `read_scaling`.
+        ModelUnsupported: as `read_scaling`.
     """
     scaling, rope = read_scaling(values), rope_parameters(values)
     is_named = any(where.get("original_max_position_embeddings") for where in (values, rope))

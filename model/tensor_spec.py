@@ -1,6 +1,6 @@
-"""The tensors of an architecture in one table: name, shape, what of it each rank holds, and how it is made at random.
+"""Lists the tensors of an architecture in one table: name, shape, each rank's part, and how to generate it at random.
 
-And the errors when a checkpoint does not hold them. Reads no file itself.
+Also raises the errors for a checkpoint that does not hold them. Reads no file itself.
 """
 
 from collections.abc import Mapping
@@ -16,25 +16,25 @@ from baton.model.config import ModelConfig
 from baton.model.draft_names import D2T, DRAFT_HEAD, T2D, MTPNames
 
 Shape = tuple[int, ...]
-# Of an attention layer, read for KV in float8 alone. ModelOpt writes them beside the projections, Quark and older
-# llm-compressors as what the projections' outputs are scaled by, AutoFP8 one for both.
+# Scales of an attention layer, read only for float8 KV. ModelOpt writes them beside the projections, Quark and older
+# llm-compressors as scales of the projections' outputs, AutoFP8 one for both.
 KV_SCALES = (
     ("k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
     ("v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
 )
-# Of queries and of what scores become, which stay as they are computed: of no use.
+# Scales of queries and of attention probabilities, which are not quantized: not used.
 _OTHER_SCALES = ("q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_output_scale")
-_NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
+_NUM_NAMED = 5  # tensors named in an error's message; its fields have all
 
-# How random weights are spread, see `model.checkpoint.random_weights`.
+# Spreads of random weights, see `model.checkpoint.random_weights`.
 _NORM_SPREAD = 0.1
-_BIAS_SPREAD = 0.1  # a larger one moves every token alike
-_HEAD_NORM_MEAN = 1.5  # of queries and keys: attention that is neither uniform nor fixed on one token
+_BIAS_SPREAD = 0.1  # a larger one would shift every token alike
+_HEAD_NORM_MEAN = 1.5  # of queries and keys: makes attention neither uniform nor fixed on one token
 LOGIT_GAIN = 3.0
-_ROUTER_GAIN = 2.0  # routers that are neither undecided nor always of one mind
-_ROUTER_BIAS_SPREAD = 0.05  # beside sigmoids: it moves the choice of some tokens
-_DECAY_MEANS, _DECAY_SPREAD = (-1.0, -2.0), 1.0  # A_log and dt_bias: heads that forget at once, and after hundreds
-_ADDED_GAIN = 3.0  # what layers add outweighs a token's own embedding, which a tied lm_head would repeat for ever
+_ROUTER_GAIN = 2.0  # makes routers neither undecided nor always choose the same experts
+_ROUTER_BIAS_SPREAD = 0.05  # small beside sigmoids: changes the choice of experts for some tokens
+_DECAY_MEANS, _DECAY_SPREAD = (-1.0, -2.0), 1.0  # A_log, dt_bias: heads that forget at once or after hundreds
+_ADDED_GAIN = 3.0  # layer outputs outweigh a token's own embedding, which a tied lm_head would repeat for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,15 @@ class WeightSpec:
     """One weight.
 
     Attributes:
-        shape: of the whole.
-        cut_dim: the dimension that ranks share; None: each holds all of it.
-        group_len: how many places of that dimension stay together, a head's.
-        mean: of random numbers in its place.
+        shape: of the whole weight.
+        cut_dim: the dimension that is cut over ranks; None: each rank holds all of it.
+        group_len: number of indices of that dimension that stay together, such as a head's.
+        mean: of the random numbers in its place.
         spread: their standard deviation.
-        expert: the number of the routed expert it is of, and how many there are; None: it is of none. Uncut, it is at
-            the ranks that hold the expert: at one, unless there are redundant slots.
-        num_redundant: of an expert, how many slots its layer has beside one for each (`kernels.moe.expert_map`).
+        expert: for a routed expert's weight, the number of that expert, and how many there are; else None. Uncut, it is
+            on the ranks that hold the expert: one rank, unless there are redundant slots.
+        num_redundant: for an expert's weight, the number of slots its layer has beyond one per expert
+            (`kernels.moe.expert_map`).
     """
 
     shape: Shape
@@ -61,7 +62,10 @@ class WeightSpec:
     num_redundant: int = 0
 
     def cut(self, rank: int, size: int) -> Cut | None:
-        """The part of one of `size` ranks; None is all of it. Ranks share a group if there are fewer than ranks."""
+        """The part of one of `size` ranks; None for all of it.
+
+        Ranks share a group of indices if there are fewer groups than ranks.
+        """
         if self.cut_dim is None or size == 1:
             return None
         num_groups = self.shape[self.cut_dim] // self.group_len
@@ -71,27 +75,27 @@ class WeightSpec:
         return Cut(self.cut_dim, rank * count, count)
 
     def is_held(self, rank: int, size: int) -> bool:
-        """Whether one of `size` ranks holds any of it."""
+        """Whether one of `size` ranks holds any part of it."""
         if self.expert is None or self.cut_dim is not None:
             return True
         number, num_experts = self.expert
         return number in HeldExperts.of_rank(num_experts, rank, size, self.num_redundant).numbers
 
     def part_shape(self, rank: int, size: int) -> Shape:
-        """The shape of that part."""
+        """The shape of a rank's part."""
         cut = self.cut(rank, size)
         return self.shape if cut is None else (*self.shape[: cut.dim], cut.count, *self.shape[cut.dim + 1 :])
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Weights to load, tables of ids to load, and tensors that may be there and are not needed.
+    """Weights to load, tables of ids to load, and optional tensors.
 
     Attributes:
         weights: by name.
-        tables: likewise, of integers.
-        optional: their shapes.
-        mtp: names of an MTP head, whether or not it is among them.
+        tables: shapes of integer tables, by name.
+        optional: shapes of tensors that may be stored but are not needed, by name.
+        mtp: names of an MTP head, whether or not it is included.
     """
 
     weights: dict[str, WeightSpec]
@@ -115,7 +119,8 @@ def tensor_spec(
 ) -> TensorSpec:
     """What the architecture needs, with or without its MTP head.
 
-    Ranks share every expert, or hold different ones; they share heads of attention over latents, or each has all.
+    With `expert_parallel` ranks hold different experts, else a part of each. With `dp_attention` each rank has all
+    heads of attention over latents, else ranks share them.
     """
     hidden = config.hidden_size
     vocab = matrix(config.vocab_size, hidden, LOGIT_GAIN)
@@ -153,7 +158,7 @@ def tensor_spec(
 def layer_weights(
     config: ModelConfig, prefix: str, layer: int, *, input_len: int | None = None
 ) -> dict[str, WeightSpec]:
-    """A decoder layer's; its attention reads rows of `input_len`, of the hidden size if None."""
+    """Weights of a decoder layer; its attention reads rows of `input_len`, or of the hidden size if None."""
     hidden, head = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head, config.num_kv_heads * head
     shift = _norm_shift(config)
@@ -177,7 +182,7 @@ def layer_weights(
 
 
 def _mlp_weights(config: ModelConfig, prefix: str, layer: int) -> dict[str, WeightSpec]:
-    """A layer's MLP, or its experts."""
+    """Weights of a layer's MLP, or of its experts."""
     hidden = config.hidden_size
     if not config.is_sparse(layer):
         return _mlp(mlp_names(f"{prefix}.mlp"), hidden, config.intermediate_size)
@@ -197,12 +202,12 @@ def _mlp_weights(config: ModelConfig, prefix: str, layer: int) -> dict[str, Weig
 
 
 def router_bias(block: str) -> str:
-    """What is added to sigmoids where experts are chosen by them."""
+    """Name of the bias that is added to the sigmoids when experts are selected by them."""
     return f"{block}.gate.e_score_correction_bias"
 
 
 def _latent_attention(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
-    """Of attention over latents: what makes latents is whole at every rank, what makes heads of them is cut."""
+    """Weights of latent attention: those that make latents are whole on every rank, those that make heads are cut."""
     sizes, hidden = config.latent, config.hidden_size
     assert sizes is not None
 
@@ -224,9 +229,9 @@ def _latent_attention(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]
 
 
 def latent_linears(config: ModelConfig, prefix: str) -> tuple[tuple[str, str], tuple[str, ...], tuple[str]]:
-    """Weights of its GEMMs: of hidden states, of the queries' latent if there is one, and of outputs.
+    """GEMM weights of latent attention: for hidden states, for the queries' latent if there is one, and for outputs.
 
-    The one that makes keys and values of latents is not among them: it is multiplied with head by head.
+    Excludes the one that makes keys and values from latents, which is multiplied head by head.
     """
     assert config.latent is not None
     query = "q_a_proj" if config.latent.query_rank else "q_proj"
@@ -236,7 +241,7 @@ def latent_linears(config: ModelConfig, prefix: str) -> tuple[tuple[str, str], t
 
 
 def _delta_net(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
-    """Of a gated delta net, cut into key heads; `checkpoint.published_names` takes apart what has several ranges."""
+    """Weights of a gated delta net, cut into key heads; `checkpoint.published_names` splits multi-range tensors."""
     sizes, hidden = config.delta_net, config.hidden_size
     assert sizes is not None
     groups = {"q": sizes.key_dim, "k": sizes.key_dim, "v": sizes.values_len}
@@ -270,7 +275,7 @@ def _delta_net(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
 
 
 def delta_linears(config: ModelConfig, prefix: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Weights of a gated delta net's two GEMMs: of its inputs, but for those that gate them, and of its outputs."""
+    """Weights of a gated delta net's two GEMMs: for its inputs, without their gates, and for its outputs."""
     if config.has_interleaved_delta_net:
         names: tuple[str, ...] = (f"{prefix}.in_proj_qkvz.weight",)
     else:
@@ -279,12 +284,12 @@ def delta_linears(config: ModelConfig, prefix: str) -> tuple[tuple[str, ...], tu
 
 
 def _norm_shift(config: ModelConfig) -> float:
-    """What is added to the weights of norms."""
+    """The offset that is added to the weights of norms."""
     return 1.0 if config.has_plus_one_norms else 0.0
 
 
 def mlp_names(prefix: str) -> tuple[str, str, str]:
-    """Weights of a SwiGLU: its gate, up and down projections."""
+    """Weight names of a SwiGLU: its gate, up and down projections."""
     return f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight", f"{prefix}.down_proj.weight"
 
 
@@ -298,7 +303,7 @@ def _mlp(names: tuple[str, str, str], hidden: int, inner: int) -> dict[str, Weig
 
 
 def matrix(rows: int, columns: int, gain: float = 1.0, *, cut_dim: int | None = None, group_len: int = 1) -> WeightSpec:
-    """Random numbers keep the size of what goes through, but for the gain."""
+    """A weight whose random values keep the scale of their input, up to the gain."""
     return WeightSpec((rows, columns), cut_dim, group_len, spread=gain * columns**-0.5)
 
 
@@ -308,19 +313,19 @@ def norm(size: int, mean: float = 1.0) -> WeightSpec:
 
 
 def _scales(prefix: str) -> dict[str, Shape]:
-    """One number each, stored as a scalar or as a list of one."""
+    """Scales of KV, one number each, stored as a scalar or as a list of one."""
     return {f"{prefix}.self_attn.{name}": () for names in (*KV_SCALES, _OTHER_SCALES) for name in names}
 
 
 def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor], scheme: Fp8Scheme | None = None) -> Fp8Tensors:
-    """Compare a checkpoint's headers with what is needed; which weights are float8, if it has a `scheme` for them.
+    """Compare a checkpoint's headers with the spec; returns its float8 weights, if it has a `scheme` for them.
 
     Raises:
-        ModelTensorMissing: tensors or scales are not there; if only the MTP head's, the message says how to serve
+        ModelTensorMissing: tensors or scales are missing; if only the MTP head's are, the message says how to serve
             without it.
-        ModelTensorUnexpected: tensors the architecture has no place for (those of an unused MTP head excepted).
+        ModelTensorUnexpected: tensors the architecture has no place for (except those of an unused MTP head).
         ModelTensorMisshapen: a shape differs, or a dtype is not a plain float of 16 to 64 bits nor float8 with a scale.
-        ModelUnsupported: there is a scheme, and no float8 weight.
+        ModelUnsupported: there is a scheme but no float8 weight.
     """
     float8 = NO_FLOAT8 if scheme is None else match_scales(scheme, [*spec.weights, *spec.optional], stored)
     missing = sorted({*spec.weights, *spec.tables} - set(stored))

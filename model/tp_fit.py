@@ -1,4 +1,4 @@
-"""Whether and how a model is cut into so many ranks: read off its config, before anything is loaded; without torch."""
+"""Whether a model can be cut over a number of ranks: read from its config, before anything is loaded; without torch."""
 
 from baton.core.errors import ModelUnsupported
 from baton.core.numerics import Numerics
@@ -17,9 +17,10 @@ def require_cut(
     num_redundant_experts: int | None = None,
     dp_attention: bool = False,
 ) -> None:
-    """Check that `size` ranks can hold equal parts of the model; `expert_parallel`: each whole experts, and copies.
+    """Check that `size` ranks can hold equal parts of the model.
 
-    With `dp_attention` each has all heads of attention over latents.
+    With `expert_parallel` each holds whole experts, with redundant copies if any. With `dp_attention` each has all
+    heads of attention over latents.
 
     Raises:
         ModelUnsupported: they cannot; the message names the dimension.
@@ -49,7 +50,7 @@ def require_cut(
 
 
 def _mlp_sizes(config: ModelConfig, *, expert_parallel: bool) -> dict[str, int]:
-    """Inner dimensions of MLPs and experts that ranks share, by name."""
+    """Inner dimensions of MLPs and experts that are cut over ranks, by name."""
     sizes = {}
     if len(config.sparse_layers) < config.num_layers:
         sizes["intermediate_size"] = config.intermediate_size
@@ -76,7 +77,7 @@ def _require_experts(config: ModelConfig, size: int, num_redundant: int) -> None
     num_experts, option = config.num_experts, "enable_expert_parallel"
     if not num_experts:
         why = f"the model is dense ({config.architecture}): it has no experts that ranks could hold"
-    elif size == 1:  # it has all of them, and no use for copies
+    elif size == 1:  # a single rank has all of them, and needs no copies
         return
     elif num_redundant > num_experts * (size - 1):
         option = "num_redundant_experts"
@@ -91,12 +92,12 @@ def _require_experts(config: ModelConfig, size: int, num_redundant: int) -> None
 
 
 def _whole_experts_hint(num_experts: int, size: int) -> str:
-    """What to add to an error that would not be one if each of `size` ranks held whole experts; "" if it would."""
+    """Hint for an error that expert parallelism with `size` ranks would avoid; "" if it would not."""
     return "; --enable-expert-parallel keeps every expert whole at one rank" if num_experts % size == 0 else ""
 
 
 def require_cut_float8(spec: TensorSpec, float8: Fp8Tensors, size: int) -> None:
-    """Check that `size` ranks can have whole blocks of the float8 weights of GEMMs.
+    """Check that `size` ranks can have whole blocks of the float8 GEMM weights.
 
     Raises:
         ModelUnsupported: they cannot; the message names a weight.

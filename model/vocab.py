@@ -1,15 +1,16 @@
-"""Which tokens' logits a rank computes, and what ranks tell each other so that all choose among every token.
+"""Defines which tokens' logits a rank computes, and how ranks together sample from all tokens.
 
-Rows of the LM head are cut over the ranks of a group in order of their ids, so a row of logits [V] lies at R ranks, W
-columns each; the last columns of the last ranks may belong to no token and are -inf. No row is ever put together:
-what crosses is a few numbers of each row and rank, each operation at most one `all_gather`. All ranks get the same
-bits. A logit is the dot product of a row with a row of the head, so cutting the head moves no bit of it where GEMMs do
-not depend on the number of outputs (`--batch-invariant`).
+Rows of the LM head are cut over the ranks of a group in id order, so a row of logits [V] is spread over R ranks, W
+columns each; the last columns of the last ranks may belong to no token and are -inf. No row is ever assembled: ranks
+exchange a few numbers per row and rank, with at most one `all_gather` per operation. All ranks get the same bits. A
+logit is the dot product of a row with a row of the head, so cutting the head changes no bit of it if GEMMs do not
+depend on the number of outputs (`--batch-invariant`).
 
-Among equals the lowest id wins, as with `torch.argmax` of the whole row: columns are in order of ids, within a rank
-`argmax` takes the first, and among ranks the lowest. NaN counts as larger than any number, there as here.
+Among ties the lowest id wins, as with `torch.argmax` of the whole row: columns are in id order, within a rank `argmax`
+takes the first, and among ranks the lowest. NaN counts as larger than any number, as in torch.
 
-`WHOLE` is a process that has all columns: nothing crosses, and an operation is the one of torch that it stands for.
+`WHOLE` is for a process that has all columns: nothing is exchanged, and each operation is the torch operation that it
+stands for.
 
 Legend: X any leading dimensions, V vocabulary, W columns of a rank, R ranks, K ids.
 """
@@ -36,19 +37,19 @@ class Vocab:
     is_cut: bool = False
 
     def width(self, vocab_size: int) -> int:
-        """Columns of logits, of a vocabulary of `vocab_size`."""
+        """Number of columns of logits, for a vocabulary of `vocab_size`."""
         return vocab_size
 
     def table_width(self, width: int) -> int:
-        """Columns of a table that ids are scattered into, for logits of `width`; see `columns`."""
+        """Number of columns of a table that ids are scattered into, for logits of `width`; see `columns`."""
         return width
 
     def columns(self, ids: torch.Tensor) -> torch.Tensor:
-        """Where ids stand in a table of `table_width`: their columns, and behind these one for all other ranks'."""
+        """Columns of ids in a table of `table_width`; its extra last column stands for all ids of other ranks."""
         return ids
 
     def add_spare(self, x_XW: torch.Tensor) -> torch.Tensor:
-        """A table of `table_width` from one of W; what the column for other ranks' ids holds means nothing."""
+        """A table of `table_width` from one of W; the value of the extra column is meaningless."""
         return x_XW
 
     def best(self, x_XW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,11 +66,11 @@ class Vocab:
         return x_XW.amax(dim=-1, keepdim=True)
 
     def values_at(self, x_XW: torch.Tensor, ids_XK: torch.Tensor) -> torch.Tensor:
-        """What each row holds for some ids, [X, K]."""
+        """Values of each row at some ids, [X, K]."""
         return x_XW.gather(-1, ids_XK)
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' `x` added, as a balanced tree in rank order."""
+        """Sum of the ranks' `x`, as a balanced tree in rank order."""
         return x
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +78,7 @@ class Vocab:
         return x[None]
 
     def gather(self, x_XW: torch.Tensor) -> torch.Tensor:
-        """Whole rows [X, V]: for tests and tools. No step does this."""
+        """Whole rows [X, V], for tests and tools. No step uses this."""
         return x_XW
 
 
@@ -89,16 +90,16 @@ class CutVocab(Vocab):
 
     Args:
         vocab_size: V.
-        rank: of this process.
+        rank: this rank.
         size: R.
         all_gather: every rank's tensor, [R, ...], of the same shape and dtype (`Communicator.all_gather`).
-        multiple: W is one of it.
+        multiple: W is a multiple of it.
 
     Attributes:
         vocab_size: V.
-        rank: of this process.
+        rank: this rank.
         size: R.
-        num_ids: columns that belong to tokens; those behind them are -inf in logits.
+        num_ids: columns that belong to tokens; those after them are -inf in logits.
     """
 
     is_cut = True
@@ -130,7 +131,7 @@ class CutVocab(Vocab):
         return width + 1
 
     def columns(self, ids: torch.Tensor) -> torch.Tensor:
-        """See `Vocab.columns`; other ranks' ids are at W."""
+        """See `Vocab.columns`; other ranks' ids are in column W."""
         columns = ids - self.first
         return torch.where((columns >= 0) & (columns < self._width), columns, self._width)
 
@@ -139,23 +140,23 @@ class CutVocab(Vocab):
         return functional.pad(x_XW, (0, 1))
 
     def own_rows(self, head_VX: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a whole head, [W, ...]: zeros for those that belong to no token."""
+        """This rank's rows of a whole head, [W, ...]; rows of no token are zeros."""
         return self.pad_rows(head_VX[self.first : self.first + self.num_ids])
 
     def pad_rows(self, head_NX: torch.Tensor) -> torch.Tensor:
-        """`num_ids` rows of a head, with zeros for those that belong to no token, [W, ...]."""
+        """`num_ids` rows of a head, padded with zeros to [W, ...]."""
         assert len(head_NX) == self.num_ids
         missing = self._width - self.num_ids
         return functional.pad(head_NX, (0, 0, 0, missing)) if missing else head_NX
 
     def close_padding(self, logits_XW: torch.Tensor) -> torch.Tensor:
-        """The logits, -inf where a column belongs to no token; written in place."""
+        """Set the logits of columns without a token to -inf, in place."""
         if self.num_ids < self._width:
             logits_XW[..., self.num_ids :].fill_(-torch.inf)
         return logits_XW
 
     def best(self, x_XW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Vocab.best`: (value, id) of each row and rank cross, in float64, which holds both exactly."""
+        """See `Vocab.best`; ranks exchange (value, id) of each row in float64, which holds both exactly."""
         column_X1 = x_XW.argmax(dim=-1, keepdim=True)
         value_X1 = x_XW.gather(-1, column_X1)
         parts_RX2 = self._all_gather(torch.cat([value_X1.double(), (column_X1 + self.first).double()], dim=-1))
@@ -177,7 +178,7 @@ class CutVocab(Vocab):
         return self.of_owner(self._all_gather(x_XW.gather(-1, columns_XK)), ids_XK)
 
     def of_owner(self, parts_RXK: torch.Tensor, ids_XK: torch.Tensor) -> torch.Tensor:
-        """Of every rank's numbers about some ids, those of the rank that has the id, [X, K]."""
+        """From every rank's numbers about some ids, those of the rank that has the id, [X, K]."""
         return parts_RXK.gather(0, (ids_XK // self._width)[None])[0]
 
     def add(self, x: torch.Tensor) -> torch.Tensor:

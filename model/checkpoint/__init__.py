@@ -1,1 +1,1 @@
-"""What a directory of weights holds: its files and names, whether they are whole and fit, and how they are read."""
+"""Checkpoint directories: their files and names, whether these are complete and fit, and how they are read."""

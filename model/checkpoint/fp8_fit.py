@@ -1,4 +1,4 @@
-"""Which float8 weights of a checkpoint cannot stay so, by headers alone, without torch: what the loader will log."""
+"""Determines which float8 weights must be dequantized, from headers alone, without torch: what the loader will log."""
 
 from collections.abc import Iterator
 
@@ -10,14 +10,14 @@ from baton.model.tensor_spec import TensorSpec, delta_linears, latent_linears, m
 def dequantized_weights(
     config: ModelConfig, float8: Fp8Tensors, spec: TensorSpec, dtype: str, size: int
 ) -> dict[str, str]:
-    """Why, by the name of each float8 weight that one of `size` ranks dequantizes.
+    """The reason for each float8 weight, by name, that one of `size` ranks dequantizes.
 
     Args:
-        config: of a checkpoint in float8.
-        float8: which weights are.
-        spec: of every weight that is read.
-        dtype: in which the model is computed, by torch's name.
-        size: ranks; each has parts of the same shapes.
+        config: of a float8 checkpoint.
+        float8: which weights are float8.
+        spec: spec of every weight that is read.
+        dtype: the model's compute dtype, by torch's name.
+        size: number of ranks; their parts have the same shapes.
     """
     assert config.fp8 is not None
     found = {name: NO_GEMM for name in float8.scales if name in spec.weights}
@@ -36,10 +36,10 @@ def dequantized_weights(
 
 
 def _gemms(config: ModelConfig, spec: TensorSpec) -> Iterator[tuple[list[tuple[str, ...]], bool]]:
-    """Weights that are multiplied with in one call: stacks of them, and whether each weight must be whole blocks."""
+    """Weights of each GEMM call: stacks of names, and whether each weight must consist of whole blocks."""
     prefixes = [*(f"model.layers.{layer}" for layer in range(config.num_layers)), config.mtp_names.layer]
     for layer, prefix in enumerate(prefixes):
-        if f"{prefix}.input_layernorm.weight" not in spec.weights:  # the MTP head, and it is not loaded
+        if f"{prefix}.input_layernorm.weight" not in spec.weights:  # the MTP head, if it is not loaded
             continue
         if layer in config.delta_layers:
             projections = list(delta_linears(config, f"{prefix}.linear_attn"))

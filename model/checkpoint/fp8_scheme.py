@@ -1,10 +1,10 @@
-"""How a checkpoint says that its weights are float8: `quantization_config` in the forms in which such are published.
+"""Reads how a checkpoint's weights are float8: `quantization_config` in the published forms.
 
-Four writers: "fp8" (Qwen3-FP8, DeepSeek; AutoFP8, which scales whole tensors), "compressed-tensors" (llm-compressor),
-"modelopt" (also by itself in hf_quant_config.json) and "fbgemm_fp8" (Meta's Llama 3.1 405B). What is read is how
-weights are scaled, and whether activations are quantized too. Which modules are float8 is not: their tensors say it
-(`fp8_tensors`), so lists of modules that are left alone need not be interpreted. Every key that is not known to change
-nothing is refused by name.
+There are four writers: "fp8" (Qwen3-FP8, DeepSeek; AutoFP8, which scales whole tensors), "compressed-tensors"
+(llm-compressor), "modelopt" (also separately in hf_quant_config.json) and "fbgemm_fp8" (Meta's Llama 3.1 405B). This
+module reads how weights are scaled, and whether activations are quantized too. It does not read which modules are
+float8: their tensors say that (`fp8_tensors`), so lists of excluded modules need not be interpreted. Every key that is
+not known to have no effect is rejected by name.
 """
 
 import json
@@ -26,7 +26,7 @@ _SERVED = "this version serves unquantized and float8 checkpoints"
 
 
 class ScaleKind(StrEnum):
-    """What one scale of a weight is for."""
+    """What one scale of a weight covers."""
 
     BLOCK = "block of 128 x 128"
     TENSOR = "tensor"
@@ -40,9 +40,9 @@ class Fp8Scheme:
     Attributes:
         method: its `quant_method`.
         kinds: which scales weights may have; one, unless groups of modules differ.
-        suffix: of a scale's name, in place of "weight".
-        quantizes_inputs: activations are float8, too; else weights alone, which are dequantized as they are read.
-        is_static: activations' scales were published. Not used: ours follow what is computed.
+        suffix: replaces "weight" in a scale's name.
+        quantizes_inputs: activations are float8, too; else only weights are, and they are dequantized as they are read.
+        is_static: scales of activations were published. Not used: they are computed dynamically here.
     """
 
     method: str
@@ -53,7 +53,7 @@ class Fp8Scheme:
 
     @property
     def may_stay_float8(self) -> bool:
-        """Whether any of its weights could be multiplied with as they are stored."""
+        """Whether any of its weights could be used as stored."""
         return self.quantizes_inputs and self.kinds != (ScaleKind.CHANNEL,)
 
     def __str__(self) -> str:
@@ -61,10 +61,10 @@ class Fp8Scheme:
 
 
 def read_scheme(values: dict[str, Any], path: Path) -> Fp8Scheme | None:
-    """The scheme of a directory, by its config.json; None if its weights are not quantized.
+    """The scheme of a directory, from its config.json; None if its weights are not quantized.
 
     Raises:
-        ModelFileDamaged: hf_quant_config.json is no JSON.
+        ModelFileDamaged: hf_quant_config.json is not JSON.
         ModelMissing: it cannot be read.
         ModelUnsupported: it is another kind of quantization, or holds a key or value that is not implemented.
     """
@@ -86,17 +86,17 @@ def read_scheme(values: dict[str, Any], path: Path) -> Fp8Scheme | None:
 
 
 def invariant_refusal() -> ModelUnsupported:
-    """Of float8 GEMMs in invariant numerics, where nothing computes them so."""
+    """The error for float8 GEMMs in invariant numerics where no implementation computes them."""
     message = "a float8 checkpoint goes with no --batch-invariant, or with --kernels triton on one rank"
     return ModelUnsupported(message, option="numerics", value="invariant")
 
 
 def made_refusal(dtype: str, *, is_ordered: bool) -> ModelUnsupported | None:
-    """Why weights cannot be made float8 at load; None if they can.
+    """Why weights cannot be quantized to float8 at load; None if they can.
 
     Args:
-        dtype: of the model, by torch's name.
-        is_ordered: GEMMs are as the numerics want them, which ranks that share them are not in invariant ones.
+        dtype: the model's dtype, by torch's name.
+        is_ordered: GEMMs satisfy the numerics; in invariant numerics, they do not if ranks share them.
     """
     problem = "" if is_ordered else "no --batch-invariant, or with --kernels triton on one rank"
     problem = problem if dtype == "bfloat16" else f"--dtype bfloat16, not {dtype}"
@@ -106,7 +106,7 @@ def made_refusal(dtype: str, *, is_ordered: bool) -> ModelUnsupported | None:
 
 
 def kv_refusal(kv_dtype: KVDtype, head_dim: int, *, is_latent: bool = False) -> ModelUnsupported | None:
-    """Why KV cannot be narrower than the model's dtype; None if it can, or is not. `is_latent`: it is latents."""
+    """Why KV cannot be narrower than the model's dtype; None if it can be, or is not. `is_latent`: KV is latents."""
     if kv_dtype is not KVDtype.AUTO and is_latent:
         message = f"--kv-cache-dtype {kv_dtype.value} is not implemented for attention over latents"
         return ModelUnsupported(message, option="kv_dtype", value=kv_dtype.value)
@@ -117,7 +117,7 @@ def kv_refusal(kv_dtype: KVDtype, head_dim: int, *, is_latent: bool = False) -> 
 
 
 def _modelopt_file(path: Path) -> Any:
-    """What ModelOpt writes beside a config.json that need not mention it."""
+    """ModelOpt's own file, beside a config.json that need not mention it."""
     file = path / MODELOPT_FILE
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -130,7 +130,7 @@ def _modelopt_file(path: Path) -> Any:
 
 
 def _other_kind(method: Any, found: dict[str, Any]) -> str:
-    """Weights of a method that is not implemented, in words."""
+    """Description of the weights of a method that is not implemented."""
     name = str(method)[:80]
     match name:
         case "awq" | "gptq" | "auto-round" | "intel/auto-round":
@@ -142,7 +142,7 @@ def _other_kind(method: Any, found: dict[str, Any]) -> str:
 
 
 def _fp8(found: dict[str, Any], path: Path) -> Fp8Scheme:
-    """Of Qwen3-FP8, DeepSeek-V3 and AutoFP8."""
+    """The scheme of Qwen3-FP8, DeepSeek-V3 and AutoFP8."""
     where = f"{path}: quantization_config"
     _known(
         found, where, "activation_scheme", "fmt", "weight_block_size", "scale_fmt", "dequantize", "modules_to_convert",
@@ -151,7 +151,7 @@ def _fp8(found: dict[str, Any], path: Path) -> Fp8Scheme:
     _one_of(found, "activation_scheme", (None, "dynamic", "static"), where)
     _one_of(found, "fmt", (None, "e4m3", "float8_e4m3fn"), where)
     _one_of(found, "weight_block_size", (None, _BLOCK), where)
-    _one_of(found, "scale_fmt", (None, "float", "ue8m0"), where)  # ue8m0: powers of two, stored as float32
+    _one_of(found, "scale_fmt", (None, "float", "ue8m0"), where)  # ue8m0: powers of two stored as float32
     _one_of(found, "dequantize", (None, False), where)
     _one_of(found, "modules_to_convert", (None, []), where)
     _one_of(found, "expert_dtype", (None, "fp8"), where)
@@ -165,17 +165,17 @@ def _fp8(found: dict[str, Any], path: Path) -> Fp8Scheme:
 
 
 def _fbgemm(found: dict[str, Any], path: Path) -> Fp8Scheme:
-    """Of Meta's Llama-3.1-405B-FP8: a scale for each row of a weight.
+    """The scheme of Meta's Llama-3.1-405B-FP8: a scale for each row of a weight.
 
-    `activation_scale_ub` bounds what activations are quantized by, which clips outliers. It is read over: weights with
-    a scale per channel are dequantized, and activations are then as they come.
+    `activation_scale_ub` bounds the scales of activations, which clips outliers. It is ignored: weights with a scale
+    per channel are dequantized, and activations are then not quantized.
     """
     _known(found, f"{path}: quantization_config", "activation_scale_ub")
     return Fp8Scheme(method="fbgemm_fp8", kinds=(ScaleKind.CHANNEL,))
 
 
 def _compressed_tensors(found: dict[str, Any], path: Path) -> Fp8Scheme | None:
-    """Of llm-compressor: format "float-quantized" ("naive-quantized" before); None: KV alone is quantized."""
+    """The scheme of llm-compressor: "float-quantized" (earlier "naive-quantized"); None: KV alone is quantized."""
     where = f"{path}: quantization_config"
     layout = found.get("format")
     if layout in _PACKED:
@@ -184,14 +184,14 @@ def _compressed_tensors(found: dict[str, Any], path: Path) -> Fp8Scheme | None:
     kv_alone = layout == "dense" and not found.get("config_groups")
     _one_of(found, "format", ("dense",) if kv_alone else ("float-quantized", "naive-quantized"), where)
     sparsity = found.get("sparsity_config")
-    if not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):  # whose weights are stored whole
+    if not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):  # weights that are stored in full
         _one_of(found, "sparsity_config", (None, {}), where)
     _one_of(found, "transform_config", (None, {}), where)
     return None if kv_alone else _scheme_of_groups(found, where, "compressed-tensors")
 
 
 def _modelopt(found: dict[str, Any], path: Path) -> Fp8Scheme | None:
-    """Of ModelOpt, flat as in config.json or under "quantization" as in its own file; None: KV alone is quantized."""
+    """ModelOpt's scheme, flat as in config.json or under "quantization" as in its file; None: KV alone is quantized."""
     where = f"{path}: quantization_config"
     inner = found.get("quantization", found)
     if not isinstance(inner, dict):
@@ -211,7 +211,7 @@ def _modelopt(found: dict[str, Any], path: Path) -> Fp8Scheme | None:
 
 
 def _scheme_of_groups(found: dict[str, Any], where: str, method: str, strategy: str | None = None) -> Fp8Scheme:
-    """What groups of modules agree on; `strategy` is the weights' where groups do not name it."""
+    """The scheme that groups of modules agree on; `strategy` is that of weights if groups do not name it."""
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise _refusal(f"{where}: config_groups = {groups!r} names no group", groups)
@@ -228,7 +228,7 @@ def _scheme_of_groups(found: dict[str, Any], where: str, method: str, strategy: 
 
 
 def _group(group: Any, where: str, strategy: str | None) -> tuple[ScaleKind, str | None]:
-    """A group's scales; and whether activations' are static or dynamic, None if activations are not quantized."""
+    """A group's kind of scale, and whether scales of activations are static or dynamic; None if not quantized."""
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise _refusal(f"{where}.weights = {weights!r} is no mapping", weights)
@@ -257,7 +257,7 @@ def _group(group: Any, where: str, strategy: str | None) -> tuple[ScaleKind, str
     return kind, "dynamic" if inputs.get("dynamic") else "static"
 
 
-# Who wrote it; modules that are left alone, which are stored so; scales of KV, which --kv-cache-dtype fp8 asks for.
+# The writer; excluded modules, which are stored unquantized; scales of KV, which --kv-cache-dtype fp8 enables.
 _CHANGES_NOTHING = {
     "quant_method", "producer", "provider", "version", "quantization_status", "global_compression_ratio",
     "modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "kv_cache_scheme",

@@ -1,7 +1,7 @@
-"""Float8 weights of a checkpoint and their scales, matched by their headers, before a tensor is read.
+"""Matches a checkpoint's float8 weights with their scales, by their headers, before any tensor is read.
 
-A dropped scale is silent garbage, so every float8 weight must have the scale that its scheme names, and every scale
-its weight. "Inverse" scales (`weight_scale_inv`) are what values are multiplied with, as the others are.
+A dropped scale would silently give garbage, so every float8 weight must have the scale that its scheme names, and every
+scale its weight. "Inverse" scales (`weight_scale_inv`) are factors of the values, like the others.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ _INPUT_SCALE = "input_scale"
 
 @dataclass(frozen=True, slots=True)
 class StoredScale:
-    """The scale of one float8 weight: its name, and what one number of it is for."""
+    """The scale of one float8 weight: its name, and what each number of it covers."""
 
     name: str
     kind: ScaleKind
@@ -26,11 +26,11 @@ class StoredScale:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tensors:
-    """What a checkpoint holds of float8.
+    """The float8 weights of a checkpoint.
 
     Attributes:
-        scales: of each float8 weight, by the weight's name.
-        others: names that go with them and are not read: scales of activations.
+        scales: scale of each float8 weight, by the weight's name.
+        others: names of related tensors that are not read: scales of activations.
     """
 
     scales: Mapping[str, StoredScale]
@@ -38,21 +38,21 @@ class Fp8Tensors:
 
     @property
     def names(self) -> frozenset[str]:
-        """Everything that is there beside the weights."""
+        """Names of all tensors besides the weights."""
         return self.others | {scale.name for scale in self.scales.values()}
 
 
 NO_FLOAT8 = Fp8Tensors({})
 NO_GEMM = "no float8 GEMM reads it"
-GEMM_DTYPES = ("bfloat16", "float32")  # of activations that float8 GEMMs take
+GEMM_DTYPES = ("bfloat16", "float32")  # dtypes of activations that float8 GEMMs accept
 
 
 def match_scales(scheme: Fp8Scheme, wanted: Iterable[str], stored: Mapping[str, StoredTensor]) -> Fp8Tensors:
-    """Find the scale of each float8 weight among `wanted` names.
+    """Find the scale of each float8 weight among the `wanted` names.
 
     Raises:
         ModelTensorMissing: a float8 weight has no scale, or a scale no weight.
-        ModelTensorUnexpected: a scale is of a weight that is not float8.
+        ModelTensorUnexpected: a scale belongs to a weight that is not float8.
         ModelTensorMisshapen: a scale's shape or dtype is not the scheme's.
         ModelUnsupported: no weight is float8.
     """
@@ -98,7 +98,7 @@ def _kind(scheme: Fp8Scheme, shape: Shape, name: str, scale: StoredTensor) -> Sc
 
 
 def _kind_of(name: str, scale: StoredTensor, shapes: Mapping[ScaleKind, tuple[Shape, ...]]) -> ScaleKind:
-    """The kind of scale that has this one's shape."""
+    """The kind of scale that this one's shape matches."""
     if scale.dtype_name not in _SCALE_DTYPES:
         message = f"{name} is stored as {scale.dtype_name}; scales must be {', '.join(_SCALE_DTYPES)}"
         raise ModelTensorMisshapen(message, tensor=name, dtype=scale.dtype_name)
@@ -113,10 +113,10 @@ def _kind_of(name: str, scale: StoredTensor, shapes: Mapping[ScaleKind, tuple[Sh
 def require_whole_blocks(
     name: str, scale: StoredScale, shape: Shape, cut: Cut | None, size: int, hint: str = ""
 ) -> None:
-    """Check that one of `size` ranks has whole blocks of scales of a GEMM's weight; a `hint` ends the error.
+    """Check that one of `size` ranks has whole scale blocks of a GEMM's weight; `hint` is appended to the error.
 
     Raises:
-        ModelUnsupported: its part begins or ends inside of a block.
+        ModelUnsupported: its part begins or ends inside a block.
     """
     if cut is None or scale.kind is not ScaleKind.BLOCK:
         return
@@ -133,14 +133,14 @@ def require_whole_blocks(
 def why_wide(
     scheme: Fp8Scheme, scales: Mapping[str, StoredScale], parts: Mapping[str, Shape], dtype: str, *, whole: bool
 ) -> str:
-    """Why a GEMM's weight cannot stay as it is stored, in words; "" if it can.
+    """Why a GEMM's weights cannot stay as they are stored, in words; "" if they can.
 
     Args:
-        scheme: the checkpoint's.
+        scheme: the checkpoint's scheme.
         scales: of its float8 weights.
         parts: the weights, stacked in this order, and the shape of this rank's part of each.
         dtype: of activations, by torch's name.
-        whole: the last one must be whole blocks, too, as experts must.
+        whole: the last one must consist of whole blocks, too, as experts must.
     """
     if dtype not in GEMM_DTYPES:
         return f"float8 GEMMs are made for {' and '.join(GEMM_DTYPES)}"

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's MTP head can draft: by its config and headers, before anything is loaded; without torch."""
+"""Whether a checkpoint's MTP head can draft: from its config and headers, before anything is loaded; without torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,8 @@ from baton.model.tensor_spec import TensorSpec
 def stores_mtp(path: Path) -> bool:
     """Whether any tensor of the MTP layers that config.json names is stored.
 
-    transformers drops them when it saves a model, and leaves config.json as it was. A part of a head counts as one.
+    transformers drops them when it saves a model, but leaves config.json as it was. An incomplete head counts as
+    stored.
 
     Raises:
         Exception: as `ModelConfig.from_directory`, `read_headers` and `by_published_names`.
@@ -41,16 +42,16 @@ def require_mtp(config: ModelConfig, path: Path) -> None:
 
 
 def require_copies(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> str | None:
-    """Check that what a head stores once more is the trunk's, which it drafts with: by samples of its bytes.
+    """Check, by samples of their bytes, that the head's copies of trunk tensors are the trunk's, which it drafts with.
 
-    A copy in float8 of what is not (GLM-4.5-FP8 quantizes the head's LM head, not the trunk's) has no bytes to compare.
-    It passes: the trunk verifies every draft, so that its own LM head in the copy's place changes no token.
+    A float8 copy of a tensor that is not float8 (GLM-4.5-FP8 quantizes the head's LM head, not the trunk's) cannot be
+    compared. It passes: the trunk verifies every draft, so using its own LM head instead changes no token.
 
     Returns:
-        What was not compared, in a sentence.
+        A sentence about what was not compared.
 
     Raises:
-        ModelUnsupported: it has an embedding or an LM head of its own.
+        ModelUnsupported: the head has an embedding or an LM head of its own.
     """
     rounded = []
     for name, original in spec.mtp.copies.items():

@@ -1,8 +1,8 @@
-"""One naming for what checkpoints of a family write in several: stored tensors by the names of `model.tensor_spec`.
+"""Renames stored tensors to the names of `model.tensor_spec`, where checkpoints of a family use different ones.
 
-What a multimodal checkpoint holds of other modes is left out. Tensors that several projections share are taken apart by
-rows, which lie one after the other in the file: experts that are stacked in one tensor, and the queries, keys and
-values of a gated delta net, which ranks cut each by itself.
+Tensors of other modes in a multimodal checkpoint are left out. Tensors that several projections share are split by
+rows, which are contiguous in the file: experts stacked in one tensor, and the queries, keys and values of a gated delta
+net, which are cut over ranks separately.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +21,10 @@ _EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 def by_published_names(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The same tensors by the table's names.
+    """The same tensors, by the table's names.
 
     Raises:
-        ModelTensorMisshapen: a tensor that is to be taken apart has not the rows that config.json implies.
+        ModelTensorMisshapen: a tensor to be split does not have the rows that config.json implies.
     """
     if not config.is_hybrid:
         return dict(stored)
@@ -66,7 +66,7 @@ def _parts(config: ModelConfig, name: str, tensor: StoredTensor) -> Iterator[tup
 
 
 def _split(name: str, tensor: StoredTensor, rows: Sequence[int]) -> Iterator[StoredTensor]:
-    """So many rows each, one part after the other."""
+    """Split a tensor into parts of the given numbers of rows, in order."""
     rest = tensor.shape[1:]
     if not tensor.shape or tensor.shape[0] != sum(rows):
         raise _misshapen(name, tensor, (sum(rows), *rest))

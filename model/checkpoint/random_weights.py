@@ -1,8 +1,8 @@
-"""Weights for a shape without a checkpoint: drawn on the device, tensor by tensor, the same for every worker.
+"""Generates weights for a shape without a checkpoint: drawn on the device, tensor by tensor, the same in every worker.
 
-Speed does not depend on what the numbers are, so benchmarks need no gigabytes on disk. The numbers are only as good as
-that asks: activations stay finite however deep the model, no two tokens have equal logits, experts are used evenly.
-A tensor depends on the seed and its name alone, not on the order of loading or on what other tensors there are.
+Speed does not depend on the values, so benchmarks need no gigabytes on disk. The values are just good enough for that:
+activations stay finite in models of any depth, no two tokens have equal logits, experts are used evenly. A tensor
+depends only on the seed and its name, not on the order of loading or on other tensors.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ RANDOM_SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class RandomTensor:
-    """One tensor that is made when it is read."""
+    """One tensor that is generated when it is read."""
 
     name: str
     spec: WeightSpec
@@ -29,11 +29,11 @@ class RandomTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return self.spec.shape
 
     def read(self, cut: Cut | None = None, buffer: ReadBuffer | None = None) -> torch.Tensor:
-        """The tensor, or a part of it (of the same whole), on its device; a buffer is not needed."""
+        """The tensor, or a part cut out of the whole, on its device; `buffer` is not used."""
         digest = hashlib.blake2b(f"{self.seed}/{self.name}".encode(), digest_size=8).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little") >> 1)
         tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -44,12 +44,12 @@ class RandomTensor:
 def random_tensors(
     weights: Mapping[str, WeightSpec], dtype: torch.dtype, device: torch.device, seed: int
 ) -> dict[str, RandomTensor]:
-    """Tensors of these names, as the table says; none is made yet."""
+    """Tensors for these specs; none is generated yet."""
     return {name: RandomTensor(name, spec, dtype, device, seed) for name, spec in weights.items()}
 
 
 def random_identity(device: torch.device, seed: int) -> str:
-    """What, beside names, shapes and dtype, decides the numbers: other kinds of device draw others."""
+    """What, besides names, shapes and dtype, determines the values: other kinds of device draw others."""
     is_cuda = device.type == "cuda"
     kind = torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
     return f"random {seed} by torch {torch.__version__} on {device.type} {kind}"

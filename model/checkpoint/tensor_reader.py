@@ -1,10 +1,10 @@
-"""Reads tensors of a checkpoint to where the model keeps them: several threads, each a chunk of rows at a time.
+"""Reads tensors of a checkpoint into their targets, with several threads that each read a chunk of rows at a time.
 
-A chunk goes straight into the tensor if it lies there as it is stored. Else it goes through memory that its thread
-keeps, pinned for a GPU, from which it is copied to the device, and there cut, scaled and converted; the copies of one
-thread run beside the reading of the others. So the host needs `NUM_READERS` chunks beside the model's tensors. Files
-are opened once, must be those whose headers were read, and must stay so. What was read must be finite: a NaN in one row
-of an output head would be one wrong logit, which no later check sees (`require_sound`).
+A chunk is read directly into the tensor if both have the same form. Otherwise it passes through staging memory of its
+thread, pinned for a GPU, from which it is copied to the device, and there cut, scaled and converted; the copies of one
+thread overlap the reads of the others. So the host needs memory for `NUM_READERS` chunks besides the model's tensors.
+Files are opened once, must be those whose headers were read, and must not change. All values read must be finite: a NaN
+in one row of an output head would be one wrong logit, which no later check would see (`require_sound`).
 """
 
 import os
@@ -23,21 +23,21 @@ from baton.model.checkpoint.weights import Cut, ReadBuffer, StoredTensor, open_u
 
 NUM_READERS = 4
 CHUNK_BYTES = 16 << 20
-_FLOAT8_NAN = 0x7F  # without the sign
-_SCALED = 8  # bytes that a float8 number takes meanwhile: widened, and its scale
+_FLOAT8_NAN = 0x7F  # without the sign bit
+_SCALED = 8  # bytes per float8 value during conversion: the widened value and its scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorRead:
-    """What is read of one tensor, and where to.
+    """One tensor to read, and its target.
 
     Attributes:
         stored: the tensor, of at least one dimension.
-        name: of the tensor, for errors.
-        target: contiguous memory of the part, of the reader's device and any dtype.
+        name: name of the tensor, for errors.
+        target: contiguous memory of the part, on the reader's device and of any dtype.
         cut: which part; None: all.
-        scale: by which rows of the part are multiplied before they are rounded to the target's dtype, given the
-            numbers of the first of them and of the one after the last, counted in the whole tensor.
+        scale: returns the factors of a range of rows, applied before rounding to the target's dtype; takes the numbers
+            of the range's first row and of the one after its last, counted in the whole tensor.
     """
 
     stored: StoredTensor
@@ -48,7 +48,7 @@ class TensorRead:
 
 
 class TensorReader:
-    """Threads, their memory, and open files, until it is left."""
+    """Reader threads, their memory, and open files; a context manager."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,7 +56,7 @@ class TensorReader:
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tensor-reader")
         self._of_thread = threading.local()
         self._files: dict[Path, tuple[int, tuple[int, int]]] = {}
-        # Of each chunk whether it is, on the device; not the tensor, which may be there only until it is quantized.
+        # Per chunk, whether it is finite, on the device. Not the tensor, which may be freed once it is quantized.
         self._finite: list[tuple[str, Path, torch.Tensor]] = []
 
     def __enter__(self) -> "TensorReader":
@@ -67,12 +67,12 @@ class TensorReader:
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
         if self._stream is not None:
-            self._stream.synchronize()  # it reads memory that threads kept
+            self._stream.synchronize()  # it still reads the threads' memory
         for descriptor, _ in self._files.values():
             os.close(descriptor)
 
     def fill(self, parts: Sequence[TensorRead]) -> None:
-        """Read all of these. What goes to a GPU is in its stream then, and need not have arrived.
+        """Read all parts. On a GPU, the copies are then in its stream, and need not be over.
 
         Raises:
             ModelFileDamaged: a file is not the one whose header was read, or became shorter.
@@ -83,26 +83,26 @@ class TensorReader:
                 self._files[stored.file] = open_unchanged(stored.file, stored.stamp), stored.stamp
         chunks = [(part, first, stop) for part in parts for first, stop in _chunks(part)]
         for _ in self._pool.map(lambda chunk: self._read(*chunk), chunks):
-            pass  # or raise what a thread raised
+            pass  # raises what a thread raised
 
     def require_sound(self) -> None:
-        """Check that files are still those whose headers were read, and that all that was read is finite.
+        """Check that files are still those whose headers were read, and that all values read are finite.
 
         Raises:
-            ModelFileDamaged: one was replaced or written to, or holds a NaN or an infinity.
-            ModelMissing: one is gone.
+            ModelFileDamaged: a file was replaced or written to, or holds a NaN or an infinity.
+            ModelMissing: a file is gone.
         """
         for file, (_, stamp) in self._files.items():
             os.close(open_unchanged(file, stamp))
         if not self._finite:
             return
-        found = torch.stack([is_finite for _, _, is_finite in self._finite]).tolist()  # one wait for the device
+        found = torch.stack([is_finite for _, _, is_finite in self._finite]).tolist()  # a single wait for the device
         for (name, file, _), is_finite in zip(self._finite, found, strict=True):
             if not is_finite:
                 message = f"{name} holds a NaN or an infinity, in {file.name}"
                 raise ModelFileDamaged(message, path=str(file), tensor=name)
 
-    @torch.inference_mode()  # which each thread has its own of, as it has its own stream
+    @torch.inference_mode()  # per thread, as is the current stream
     def _read(self, part: TensorRead, first: int, stop: int) -> None:
         """Read rows of a part."""
         stored, cut, target = part.stored, part.cut, part.target[first:stop]
@@ -138,7 +138,7 @@ class TensorReader:
 
 
 class _Staging:
-    """Memory of one thread that chunks pass through, one after the other."""
+    """Staging memory of one thread, used by one chunk after the other."""
 
     def __init__(self, stream: "torch.cuda.Stream | None") -> None:
         self._stream = stream
@@ -146,26 +146,26 @@ class _Staging:
         self._copied = None if stream is None else torch.cuda.Event(blocking=True)
 
     def of(self, num_bytes: int) -> memoryview:
-        """So many bytes, once the GPU has what was in them."""
+        """`num_bytes` bytes, once the GPU has copied their previous content."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._buffer.of(num_bytes)
 
     def leave(self) -> None:
-        """Have the next `of` wait for copies that have begun."""
+        """Make the next `of` wait for the copies that have begun."""
         if self._copied is not None:
             self._copied.record(self._stream)
 
 
 def _is_finite(rows: torch.Tensor) -> torch.Tensor:
-    """Whether all of it is: bool [], on its device."""
+    """Whether all values are finite: bool [], on their device."""
     if rows.dtype is torch.float8_e4m3fn:  # it has no infinity
         return (rows.view(torch.uint8) & _FLOAT8_NAN).max() != _FLOAT8_NAN
-    return torch.isfinite(torch.stack(torch.aminmax(rows))).all()  # both are NaN where one is
+    return torch.isfinite(torch.stack(torch.aminmax(rows))).all()  # both are NaN if any value is
 
 
 def _chunks(part: TensorRead) -> Iterator[tuple[int, int]]:
-    """Rows that are read together; fewer of those that are scaled, which grow to float32, as do their scales."""
+    """Ranges of rows that are read together; shorter for scaled rows, which grow to float32, as do their scales."""
     row_bytes = part.stored.row_bytes * (1 if part.scale is None else _SCALED)
     num_rows, at_once = len(part.target), max(1, CHUNK_BYTES // row_bytes)
     for first in range(0, num_rows, at_once):

@@ -1,7 +1,7 @@
-"""Whether a checkpoint that says its LM head is the embedding stores another one; without torch.
+"""Whether a checkpoint whose config ties the LM head to the embedding stores another LM head; without torch.
 
-A fine-tune may have trained a head of its own and kept `tie_word_embeddings`. What is stored is what was trained, and
-transformers 5 computes with it.
+A fine-tune may have trained its own head and kept `tie_word_embeddings`. The stored head is the trained one, and
+transformers 5 uses it.
 """
 
 import os
@@ -17,7 +17,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 def with_stored_head(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> ModelConfig:
-    """The same, untied if the checkpoint stores an LM head that is not its embedding.
+    """The config, untied if the checkpoint stores an LM head that differs from its embedding.
 
     Args:
         config: of the checkpoint.
@@ -25,7 +25,7 @@ def with_stored_head(config: ModelConfig, stored: Mapping[str, StoredTensor]) ->
 
     Raises:
         ModelFileDamaged: a file was changed meanwhile.
-        ModelMissing: one cannot be read.
+        ModelMissing: a file cannot be read.
     """
     if not config.tie_word_embeddings or not {HEAD, _EMBEDDING} <= stored.keys():
         return config
@@ -33,14 +33,14 @@ def with_stored_head(config: ModelConfig, stored: Mapping[str, StoredTensor]) ->
 
 
 def head_note(given: ModelConfig, served: ModelConfig) -> str | None:
-    """A sentence where `with_stored_head` made `served` of `given` and they differ."""
+    """A sentence for the log if `with_stored_head` untied the head."""
     if given.tie_word_embeddings == served.tie_word_embeddings:
         return None
     return f"tie_word_embeddings is not followed: the {HEAD} that is stored is not the embedding, and is the head"
 
 
 def _is_same(head: StoredTensor, embedding: StoredTensor) -> bool:
-    """Byte for byte, as a few rows may differ; a head in float8 or another dtype is one of its own."""
+    """Whether both are equal byte for byte, as only a few rows may differ; another dtype counts as different."""
     if head.is_float8 or not are_alike(head, embedding):
         return False
     one, other = bytearray(_CHUNK_BYTES), bytearray(_CHUNK_BYTES)
@@ -50,7 +50,7 @@ def _is_same(head: StoredTensor, embedding: StoredTensor) -> bool:
             length = min(_CHUNK_BYTES, head.end - head.start - at)
             read_bytes(descriptors[0], head.start + at, memoryview(one)[:length], head.file)
             read_bytes(descriptors[1], embedding.start + at, memoryview(other)[:length], embedding.file)
-            if one != other:  # behind `length`, both still hold what was the same before
+            if one != other:  # past `length`, both still hold the same earlier bytes
                 return False
     finally:
         for descriptor in descriptors:

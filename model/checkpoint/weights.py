@@ -1,6 +1,6 @@
-"""Reading safetensors: what a checkpoint holds, whether its files are whole, and its tensors one by one.
+"""Reads safetensors: what a checkpoint holds, whether its files are complete, and its tensors one by one.
 
-Knows files and names, not architectures. Everything that can be told from headers is told before a tensor is read.
+Knows files and names, not architectures. Every error that headers can show is raised before a tensor is read.
 """
 
 import hashlib
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import ModelFileDamaged, ModelMissing, ModelTensorMissing, ModelTensorUnexpected
 
-if TYPE_CHECKING:  # headers are judged without it; it takes seconds to import
+if TYPE_CHECKING:  # headers are checked without torch, which takes seconds to import
     import torch
 
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _SAMPLE_BYTES = 64
-_NUM_SAMPLES = 64  # of tensors that should be alike
-_NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
+_NUM_SAMPLES = 64  # of tensors that should be equal
+_NUM_NAMED = 5  # tensors named in an error's message; its fields have all
 _INDEX_DTYPES = {"I64": ("int64", 8), "I32": ("int32", 4)}  # torch's name, bytes of an element
 _FLOAT8_DTYPES = {"F8_E4M3": ("float8_e4m3fn", 1)}
 _STORED_DTYPES = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
@@ -41,14 +41,14 @@ class Cut:
 
 
 class ReadBuffer:
-    """Memory that one chunk after the other is read into: to touch new pages takes longer than to read the files."""
+    """Memory that chunks are read into one after the other, because touching new pages takes longer than reading."""
 
     def __init__(self, allocate: "Callable[[int], bytearray | memoryview]" = bytearray) -> None:
         self._allocate = allocate
         self._data = allocate(0)
 
     def of(self, num_bytes: int) -> memoryview:
-        """So many bytes, of which earlier views hold the same."""
+        """`num_bytes` bytes; shares its content with earlier views."""
         if len(self._data) < num_bytes:
             self._data = self._allocate(num_bytes)
         return memoryview(self._data)[:num_bytes]
@@ -56,7 +56,7 @@ class ReadBuffer:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies; `dtype` is None for a kind no weight may have.
+    """Location of one tensor; `dtype` is None for a kind no weight may have.
 
     Attributes:
         stamp: of the file when its header was read.
@@ -76,7 +76,7 @@ class StoredTensor:
 
     @property
     def is_float8(self) -> bool:
-        """Whether it is a weight in float8, which has a scale beside it."""
+        """Whether it is a float8 weight, which has a scale beside it."""
         return self.dtype_name in _FLOAT8_DTYPES
 
     @property
@@ -91,21 +91,21 @@ class StoredTensor:
 
     @property
     def index_dtype(self) -> "torch.dtype | None":
-        """The torch dtype of a table of ids, or None if it is no such table."""
+        """The torch dtype of a table of ids, or None if it is not one."""
         return _torch_dtype(_INDEX_DTYPES.get(self.dtype_name))
 
     @property
     def row_bytes(self) -> int:
-        """Of one index of its first dimension."""
+        """Bytes per index of its first dimension."""
         return (self.end - self.start) // self.shape[0]
 
     def read_index(self) -> "torch.Tensor":
-        """A table of ids, int64, on the CPU."""
+        """Read a table of ids, int64, on the CPU."""
         assert self.index_dtype is not None
         return self._read(self.index_dtype).long()
 
     def read(self) -> "torch.Tensor":
-        """The whole tensor, on the CPU, as stored: for those that are small. `tensor_reader` reads weights."""
+        """Read the whole tensor, on the CPU, as stored; for small tensors. `tensor_reader` reads weights."""
         assert self.dtype is not None
         return self._read(self.dtype)
 
@@ -124,7 +124,7 @@ class StoredTensor:
 
 
 def open_unchanged(file: Path, stamp: Stamp) -> int:
-    """A descriptor of a file whose header was read.
+    """Open a file whose header was read; returns the descriptor.
 
     Raises:
         ModelFileDamaged: it is not the same any more.
@@ -141,7 +141,7 @@ def open_unchanged(file: Path, stamp: Stamp) -> int:
 
 
 def read_bytes(descriptor: int, begin: int, data: memoryview, file: Path) -> None:
-    """Fill `data` from a file's byte `begin` on.
+    """Fill `data` from a file, from byte `begin` on.
 
     Raises:
         ModelFileDamaged: the file ends before.
@@ -158,7 +158,7 @@ def read_bytes(descriptor: int, begin: int, data: memoryview, file: Path) -> Non
 
 
 def _stamp(descriptor: int) -> Stamp:
-    """What changes when a file is replaced or written to. Not its inode, which some network file systems make up."""
+    """What changes when a file is replaced or written to; not the inode, which some network file systems make up."""
     found = os.fstat(descriptor)
     return found.st_size, found.st_mtime_ns
 
@@ -178,7 +178,7 @@ def _torch_dtype(found: tuple[str, int] | None) -> "torch.dtype | None":
 
 
 def are_alike(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors have one shape, dtype and size, and the same bytes at places all over them."""
+    """Whether two tensors have the same shape, dtype and size, and the same bytes at samples spread over them."""
     if (one.shape, one.dtype_name) != (other.shape, other.dtype_name):
         return False
     return _samples(one) == _samples(other)
@@ -199,13 +199,14 @@ def _samples(tensor: StoredTensor) -> bytes:
 
 
 def read_headers(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the directory's checkpoint, by name: of model.safetensors if it is there, or of shards.
+    """Every tensor of the directory's checkpoint, by name: of model.safetensors if it exists, else of the shards.
 
     Raises:
-        ModelMissing: no safetensors file, or a shard the index names is not there, or a file cannot be read.
+        ModelMissing: there is no safetensors file, or a shard that the index names is missing, or a file cannot be
+            read.
         ModelFileDamaged: a file is truncated or not a safetensors file, or an index beside model.safetensors names
             other tensors.
-        ModelTensorMissing: the index promises a tensor its shard does not hold.
+        ModelTensorMissing: the index names a tensor that its shard does not hold.
         ModelTensorUnexpected: two shards hold the same tensor.
     """
     has_single, has_index = ((path / name).is_file() for name in (_SINGLE_NAME, _INDEX_NAME))
@@ -234,7 +235,7 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
 
 
 def _single(path: Path, weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """What model.safetensors holds, which transformers prefers to shards, and vLLM does not: both must be the same."""
+    """Tensors of model.safetensors, which transformers prefers to shards and vLLM does not: both must match."""
     found = _read_header(path / _SINGLE_NAME)
     if weight_map and weight_map.keys() != found.keys():
         named = sorted(weight_map.keys() ^ found.keys())
@@ -323,7 +324,7 @@ def checkpoint_identity(path: Path, config: Mapping[str, Any]) -> str:
     """sha256 over config.json, every tensor's name, dtype and shape, and 64 bytes from the middle of each.
 
     Two checkpoints of one architecture have equal headers, so headers alone would not tell a fine-tune from its base.
-    Where the tensors lie (one file or shards) does not matter.
+    Which files hold the tensors (one file or shards) does not matter.
     """
     digest = _config_digest(config)
     tensors = read_headers(path)
@@ -345,7 +346,7 @@ def checkpoint_identity(path: Path, config: Mapping[str, Any]) -> str:
 
 
 def shape_identity(config: Mapping[str, Any], weights: str) -> str:
-    """sha256 over config.json and a sentence that says how weights without a checkpoint are made."""
+    """sha256 over config.json and a sentence about how weights without a checkpoint are generated."""
     digest = _config_digest(config)
     digest.update(weights.encode())
     return digest.hexdigest()
