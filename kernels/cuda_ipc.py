@@ -1,8 +1,10 @@
-"""Memory that two processes and their GPUs share: device memory by CUDA IPC, host memory by page-locking.
+"""Memory shared between processes and their GPUs: device memory by CUDA IPC, host memory by page-locking.
 
-A peer's memory is opened *on the opener's own device*, with peer access as needed, so that this device's kernels write
-it over NVLink; what `torch.multiprocessing` does, opening it on the owner's device, does not allow that. It refuses to
-know what is in the memory. The opener closes it, and only when nothing posted uses it any more.
+A process opens a peer's memory *on its own device*, with peer access where needed, so that kernels of that device write
+the memory over NVLink. `torch.multiprocessing` opens it on the owner's device, which does not allow that. The opener
+closes the memory, and only after all work that it enqueued on the memory has finished.
+
+This module does not know what the memory contains.
 """
 
 import contextlib
@@ -20,16 +22,16 @@ HANDLE_BYTES = 64
 
 
 class CudaFailed(Exception):
-    """A call to CUDA failed; the message says which, and CUDA's reason."""
+    """A CUDA call failed; the message names the call and CUDA's reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class IpcPlace:
-    """Device memory as another process can open it.
+    """Device memory, described so that another process can open it.
 
     Attributes:
-        handle: of the whole allocation.
-        offset_bytes: of the memory in it.
+        handle: IPC handle of the whole allocation.
+        offset_bytes: start of the memory within the allocation.
     """
 
     handle: bytes
@@ -37,10 +39,10 @@ class IpcPlace:
 
 
 def export(address: int, device: torch.device) -> IpcPlace:
-    """The place of device memory of this process, wherever in an allocation it begins.
+    """Describe device memory of this process for other processes; it may begin anywhere in an allocation.
 
     Raises:
-        CudaFailed: it cannot be shared; memory of torch's expandable segments cannot.
+        CudaFailed: the memory cannot be shared; memory of torch's expandable segments cannot.
     """
     with _on(device):
         base, _ = _call(driver.cuMemGetAddressRange, address)
@@ -49,12 +51,12 @@ def export(address: int, device: torch.device) -> IpcPlace:
 
 
 def device_uuid(device: torch.device) -> str:
-    """Which GPU that is, whatever number a process knows it by."""
+    """Return the GPU's UUID, which does not depend on how a process numbers its devices."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def can_reach(device: torch.device, uuid: str) -> bool:
-    """Whether kernels on `device` may write the memory of the GPU `uuid`, which may be the same."""
+    """Return whether kernels on `device` may write the memory of the GPU `uuid`, which may be the same GPU."""
     for index in range(torch.cuda.device_count()):
         if device_uuid(torch.device("cuda", index)) == uuid:
             return index == device.index or torch.cuda.can_device_access_peer(device, index)
@@ -65,11 +67,11 @@ class PeerMemory:
     """Device memory of another process.
 
     Args:
-        place: what the owner exported.
-        device: whose kernels will use it.
+        place: memory that its owner exported.
+        device: device whose kernels will use it.
 
     Raises:
-        CudaFailed: it cannot be opened.
+        CudaFailed: the memory cannot be opened.
     """
 
     def __init__(self, place: IpcPlace, device: torch.device) -> None:
@@ -84,13 +86,13 @@ class PeerMemory:
         self.address = self._base + place.offset_bytes
 
     def check(self, num_bytes: int) -> bool:
-        """Whether the allocation reaches `num_bytes` beyond the address."""
+        """Return whether the allocation extends at least `num_bytes` past the address."""
         with _on(self._device):
             base, size = _call(driver.cuMemGetAddressRange, self._base)
         return self.address + num_bytes <= int(base) + int(size)
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the memory."""
         with _on(self._device):
             _call(runtime.cudaIpcCloseMemHandle, self._base)
 
@@ -99,10 +101,10 @@ class PinnedMemory:
     """Host memory of this process, usually shared with others, that its devices can read and write.
 
     Args:
-        memory: whole pages; kept.
+        memory: whole pages; this object keeps a reference.
 
     Raises:
-        CudaFailed: it cannot be page-locked.
+        CudaFailed: the memory cannot be page-locked.
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
@@ -111,26 +113,26 @@ class PinnedMemory:
         torch.cuda.init()
         flags = runtime.cudaHostRegisterMapped | runtime.cudaHostRegisterPortable
         _call(runtime.cudaHostRegister, self._address, memory.nbytes, flags)
-        # Memory that is unmapped while it is locked cannot be locked again at that address.
+        # Memory that is unmapped while locked cannot be locked again at that address.
         self._unlock = weakref.finalize(self, _call, runtime.cudaHostUnregister, self._address)
-        self._unlock.atexit = False  # then the device is gone before
+        self._unlock.atexit = False  # at exit the device is already gone
         self.address = int(_call(runtime.cudaHostGetDevicePointer, self._address, 0))
 
     def close(self) -> None:
-        """Unlock it; so does the end of this object."""
+        """Unlock the memory; garbage collection of this object does the same."""
         self._unlock()
 
 
 @contextlib.contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """Make the device's primary context current for torch and for the bindings, which have a runtime of their own."""
+    """Make the device's primary context current for torch and for the bindings, which have their own CUDA runtime."""
     with torch.cuda.device(device):
         _call(runtime.cudaSetDevice, torch.cuda.current_device())
         yield
 
 
 def _call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
-    """What a function of the bindings returns beside its status: nothing, a value, or a tuple."""
+    """Call a function of the bindings and return its results without the status: nothing, a value, or a tuple."""
     status, *values = function(*arguments)
     if int(status) != 0:
         raise CudaFailed(f"{function.__name__} failed: {status.name}")

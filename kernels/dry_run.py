@@ -1,7 +1,8 @@
-"""Work whose kernels are asked for and not launched: which forms of them it needs, before any is compiled.
+"""Dry runs: find out which kernel specializations some work needs, before any of them is compiled.
 
-What kernels would have written is zeros, so that numbers that index something are in range. A form that this process
-has launched before is launched as ever, and computes of such zeros.
+The work runs on this thread, but kernels that are not loaded yet are recorded instead of launched. Memory that they
+would have written is filled with zeros, so that numbers used as indices are in range. Specializations that this process
+has launched before are launched as usual, and compute on such zeros.
 """
 
 import threading
@@ -26,7 +27,7 @@ _local = _Local()
 
 
 def is_met(launch: Hashable) -> bool:
-    """Whether this thread's dry run has met a launch like this one; from now on it has. False outside of one."""
+    """Return whether this thread's dry run has already seen such a launch, and record it; False outside a dry run."""
     if _local.met is None or launch in _local.met:
         return _local.met is not None
     _local.met.add(launch)
@@ -34,7 +35,7 @@ def is_met(launch: Hashable) -> bool:
 
 
 def forms_of(work: Callable[[], None]) -> list[KernelForm]:
-    """Do the work on this thread, but for kernels that are not loaded -> the forms of these.
+    """Do the work on this thread, but skip kernels that are not loaded -> the specializations that were skipped.
 
     Raises:
         Exception: whatever the work raises.
@@ -44,7 +45,7 @@ def forms_of(work: Callable[[], None]) -> list[KernelForm]:
     forms: dict[tuple[Any, str], KernelForm | None] = {}
 
     def note(*, key: str, repr: str, fn: Any, compile: Any, is_manual_warmup: bool, already_compiled: bool) -> bool:
-        """Triton neither compiles nor launches what this returns True of."""
+        """Record the specialization; Triton neither compiles nor launches if this hook returns True."""
         if threading.get_ident() != thread:
             return False
         if (fn.jit_function, key) not in forms:
@@ -65,7 +66,7 @@ def forms_of(work: Callable[[], None]) -> list[KernelForm]:
 
 
 class _Zeros(DispatchMode):
-    """New memory is filled."""
+    """Fills newly allocated memory with zeros."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: dict[str, Any] | None = None

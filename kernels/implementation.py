@@ -1,4 +1,4 @@
-"""Which form of an operation computes: its Triton kernel or its torch reference. Left open, the device decides."""
+"""Selects the implementation of an operation: its Triton kernel or its torch reference. `AUTO` decides by device."""
 
 from enum import Enum
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Implementation(Enum):
-    """What a public function of this package may be asked for."""
+    """Implementation that a caller of a public function of this package may request."""
 
     AUTO = "auto"  # Triton on GPUs, the reference on CPUs
     TRITON = "triton"  # on a CPU only in Triton's interpreter, for tests
@@ -14,7 +14,7 @@ class Implementation(Enum):
 
 
 def uses_triton(device: torch.device, implementation: Implementation) -> bool:
-    """Whether an operation on tensors of `device` runs its Triton kernel."""
+    """Return whether an operation on tensors of `device` runs its Triton kernel."""
     if implementation is Implementation.AUTO:
         return device.type == "cuda"
     return implementation is Implementation.TRITON

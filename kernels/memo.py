@@ -1,12 +1,12 @@
-"""What was decided of a call is kept for the next one that is alike: checks, options, sizes of a launch.
+"""Caches what was decided about a call (checks, options, launch sizes) for later calls that are alike.
 
-A layer calls with the same shapes as the one before it, and a step with those of the step before. Two calls are alike
-if everything that checks and decisions may read is equal: of each tensor its shape, strides, dtype, device and place
-within 16 bytes (`signature`; `open_signature` where any number of rows is decided alike), and the other arguments
-themselves. Nothing may be decided by what a key leaves out; what is in the memory of a tensor is never read. Only calls
-that were found right are kept, so a wrong one is checked, and refused, each time it comes.
+A layer calls with the same shapes as the layer before it, and a step with those of the step before. Two calls are alike
+if everything that checks and decisions may read is equal: each tensor's shape, strides, dtype, device and address
+modulo 16 bytes (`signature`; or `open_signature` where any number of rows is decided alike), and the other arguments
+themselves. No decision may depend on anything that the key leaves out, and never on the contents of a tensor. Only
+calls that passed their checks are cached, so an invalid call is checked, and refused, every time.
 
-It refuses to grow: a memo that is full begins anew.
+A memo does not grow without bound: a full one is cleared.
 """
 
 from collections.abc import Hashable
@@ -15,23 +15,23 @@ from typing import Generic, TypeVar
 import torch
 
 MAX_ENTRIES = 512
-_LAST_BITS = 15  # of an address, within 16 bytes
+_LAST_BITS = 15  # mask of an address modulo 16 bytes
 
 Kept = TypeVar("Kept")
 Signature = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
 
 
 def signature(tensor: torch.Tensor | None) -> Signature | None:
-    """All of a tensor that a decision may depend on; None of none."""
+    """Everything about a tensor that a decision may depend on; None for None."""
     if tensor is None:
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & _LAST_BITS
 
 
 def open_signature(tensor: torch.Tensor, num_open: int = 1) -> tuple[object, ...]:
-    """All of a tensor that a decision may depend on that takes any number along the first `num_open` dimensions.
+    """Everything about a tensor that a decision may depend on if its first `num_open` dimensions may have any length.
 
-    Of the last dimension, even if it is one of those, it says whether its numbers lie one after the other.
+    For the last dimension, even if it is one of those, the result says whether it is contiguous.
     """
     shape, strides = tensor.shape, tensor.stride()
     is_dense = not shape or shape[-1] <= 1 or strides[-1] == 1
@@ -48,7 +48,7 @@ def open_signature(tensor: torch.Tensor, num_open: int = 1) -> tuple[object, ...
 
 
 class Memo(Generic[Kept]):
-    """Decisions by what they depend on; from any thread."""
+    """Decisions, keyed by everything that they depend on; usable from any thread."""
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self._kept: dict[Hashable, Kept] = {}
@@ -59,7 +59,7 @@ class Memo(Generic[Kept]):
         return len(self._kept)
 
     def keep(self, key: Hashable, decision: Kept) -> Kept:
-        """`decision`, which `find` gives for `key` from now on."""
+        """Store `decision` under `key` for later calls of `find`, and return it."""
         if len(self._kept) >= self._max_entries:
             self._kept.clear()
         self._kept[key] = decision

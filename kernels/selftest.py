@@ -1,8 +1,8 @@
-"""Whether invariant numerics hold on this machine: run at start, before anything is promised.
+"""Checks at startup that batch-invariant numerics hold on this machine, before anything is promised.
 
-Each operation is computed for the same rows alone, at the end of a batch, in batches of several sizes, and on a CPU
-with one thread and with all of them; every row must agree bit for bit. It checks shapes a model uses, not every shape
-there is, and knows no model.
+Each operation is computed for the same rows alone, at the end of a batch and in batches of several sizes, and on a CPU
+with one thread and with all of them. Every row must agree bit for bit. The check covers shapes that a model uses, not
+every possible shape; it does not load a model.
 
 Legend: T rows, N outputs, K inputs, B sequences, A query heads, H KV heads, D head size.
 """
@@ -30,9 +30,12 @@ from baton.kernels.tiles import OUTPUT_TILE, wide_dtype
 _NUM_ROWS = 512
 _BATCHES = ((0, 1), (3, 17), (0, 48), (7, 135), (60, 300), (0, _NUM_ROWS))  # first row, rows
 _MAX_ROWS_OF_OUTPUTS = 48
-_MAX_OUTPUTS = 4096  # wider weights are checked on this many outputs; every row of them is computed alike
+_MAX_OUTPUTS = 4096  # wider weights are checked on this many outputs, since all outputs are computed alike
 _ATTENTION = (8, 4, 32)  # A, H, D
-_LENGTHS = {Implementation.REFERENCE: 144, Implementation.TRITON: 720}  # of a sequence; kernels cut at 512 positions
+_LENGTHS = {
+    Implementation.REFERENCE: 144,
+    Implementation.TRITON: 720,
+}  # of a sequence; the kernels split at 512 positions
 
 
 def check_invariance(
@@ -46,15 +49,16 @@ def check_invariance(
     quantization: Quantization = Quantization.NONE,
     delta_net: tuple[int, int, int] | None = None,
 ) -> None:
-    """Compare rows across batch shapes, positions and threads for GEMMs of these (outputs, inputs).
+    """Compare rows across batch shapes, positions and thread counts, for GEMMs of these (outputs, inputs).
 
-    With several ranks, which share the outputs of most GEMMs, every rank's outputs are compared with those of all.
-    `attention` is how many query and KV heads, and their size, it is tried with; `implementation` is what computes the
-    model, Triton or the reference, and `quantization` its weights'. `delta_net` is the sizes of a key and of a value
-    head of its gated delta nets, and how many value heads a key head has; None: it has none.
+    With several ranks, which split the outputs of most GEMMs, each rank's outputs are compared with those of the whole
+    GEMM. `attention` gives the number of query heads, the number of KV heads and their size. `implementation` says
+    whether Triton or the reference computes the model, and `quantization` how its weights are quantized. `delta_net`
+    gives the key head size, the value head size and the number of value heads per key head of the model's gated delta
+    nets; None if it has none.
 
     Raises:
-        NumericsUnsupported: rows differ, or TF32 is switched on; the operation and shape are named.
+        NumericsUnsupported: rows differ, or TF32 is enabled; the operation and shape are named.
     """
     if device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         message = "invariant numerics need TF32 switched off (torch.backends.cuda.matmul.allow_tf32)"
@@ -83,7 +87,7 @@ def check_invariance(
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers in -1 ... 1 that are the same on every machine, without a random source."""
+    """Deterministic values in -1 ... 1, the same on every machine."""
     num_values = 1
     for length in shape:
         num_values *= length
@@ -111,7 +115,7 @@ def _check_rows(
 
 
 def _check_outputs(ops: Ops, weight_NK: torch.Tensor, num_ranks: int) -> None:
-    """What a rank computes of a GEMM whose outputs are cut is what one process computes of it."""
+    """Check that a rank's share of the outputs of a GEMM equals the same outputs of the whole GEMM."""
     num_outputs, num_inputs = weight_NK.shape
     dtype, device = weight_NK.dtype, weight_NK.device
     x_TK = _values((_MAX_ROWS_OF_OUTPUTS, num_inputs), dtype, device)
@@ -125,7 +129,7 @@ def _check_outputs(ops: Ops, weight_NK: torch.Tensor, num_ranks: int) -> None:
 
 
 def _check_attention(ops: Ops, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """One sequence: whole, in two chunks, and its last rows as decode beside another sequence."""
+    """Check one sequence: whole, in two chunks, and its last rows as decode rows beside another sequence."""
     num_heads, num_kv_heads, head_dim = shape
     length, block_size, split = _LENGTHS[ops.implementation], 16, 101
     num_blocks = length // block_size
@@ -159,7 +163,7 @@ def _check_attention(ops: Ops, shape: tuple[int, int, int], dtype: torch.dtype, 
 
 
 def _check_delta_net(ops: Ops, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """One key head: a text whole, in two chunks, and its last rows as decode beside another sequence."""
+    """Check one key head: a prompt whole, in two chunks, and its last rows as decode rows beside another sequence."""
     key_dim, value_dim, num_values = sizes
     length, split, num_decoded, num_taps, wide = 37, 21, 3, 4, wide_dtype(dtype)
     shapes = (
@@ -221,7 +225,7 @@ def _refusal(
 
 
 def _thread_counts(device: torch.device) -> tuple[int, ...]:
-    """1 and what the process uses; prefill and decode workers may differ."""
+    """Thread counts to test: 1 and this process's own, because prefill and decode workers may use different numbers."""
     return tuple({1, torch.get_num_threads()}) if device.type == "cpu" else (torch.get_num_threads(),)
 
 

@@ -1,9 +1,9 @@
-"""Block tables as attention reads them: in words, without what lies past a sequence's end, and with room for contexts.
+"""Block tables as attention reads them: as 32-bit words, masked past a sequence's end, and checked for size.
 
-It refuses to look at a device's lengths: whether those fit their tables only their owner can know.
+Lengths on the device are not checked: only their owner can know whether they fit the tables.
 
-Legend: B sequences, M entries of a block table, T tokens, A query heads, H KV heads, N blocks, S positions per block,
-D head size.
+Legend: B sequences, M entries of a block table, T tokens, A query heads, H KV heads, N blocks, S positions per block, D
+head size.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from baton.kernels.arguments import require
 
 
 def in_words(block_tables_BM: torch.Tensor) -> torch.Tensor:
-    """The same memory as int32, where an int64 is two, the lower first."""
-    if block_tables_BM.stride(1) != 1:  # of a single column, whose stride torch lets be anything, but not here
+    """View the same memory as int32; an int64 entry becomes two words, the low word first."""
+    if block_tables_BM.stride(1) != 1:  # a single column, whose stride is arbitrary in torch
         block_tables_BM = block_tables_BM.as_strided(block_tables_BM.shape, (block_tables_BM.stride(0), 1))
     return block_tables_BM.view(torch.int32)
 
 
 def within(block_tables_BM: torch.Tensor, last_B: torch.Tensor, block_size: int) -> torch.Tensor:
-    """A copy whose entries past each sequence's last position are 0: what stood there may have been no block."""
+    """Copy the tables with entries past each sequence's last position set to 0, since those may not be valid blocks."""
     first_M = torch.arange(block_tables_BM.shape[1], device=block_tables_BM.device) * block_size
     return block_tables_BM.masked_fill(first_M > last_B[:, None], 0)
 
@@ -33,10 +33,10 @@ def require_lens(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
 ) -> None:
-    """Refuse lengths on the host that do not fit the queries, each other, or the tables.
+    """Refuse host-side lengths that do not fit the queries, each other, or the tables.
 
     Raises:
-        KernelArgumentInvalid: they do not; or a tensor has not the dimensions to tell.
+        KernelArgumentInvalid: the lengths do not fit, or a tensor has the wrong number of dimensions.
     """
     for name, tensor, num_dims in (
         ("query_TAD", query_TAD, 3),
@@ -55,10 +55,10 @@ def require_lens(
 
 
 def require_columns(num_tokens: int, block_tables_BM: torch.Tensor) -> None:
-    """Refuse tables in which rows find no block.
+    """Refuse tables without columns if there are rows to look up.
 
     Raises:
-        KernelArgumentInvalid: there are rows, and tables of no column.
+        KernelArgumentInvalid: there are rows, and the tables have no column.
     """
     is_read = num_tokens > 0 and block_tables_BM.shape[0] > 0
     require(not is_read or block_tables_BM.shape[1] > 0, "block_tables_BM", "has no column")

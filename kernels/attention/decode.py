@@ -1,8 +1,8 @@
-"""Attention of a few rows of each sequence over paged KV, the decode step's: on a GPU by split-KV flash decoding.
+"""Attention of a few rows of each sequence over paged KV, as in decode steps; on a GPU by split-KV flash decoding.
 
-`attention_decode` is the operation of that name in `kernels.attention.paged`, which is its reference, with what a fast
-step needs further: KV in float8, a choice of implementation, and numerics that ignore the batch. It refuses to know
-pools; K and V are strided views of one layer. Rows are read as the positions say, nothing is assumed about their order.
+`attention_decode` is the operation of that name in `kernels.attention.paged`, its reference, with further features for
+fast steps: float8 KV, a choice of implementation, and batch-invariant numerics. K and V are strided views of one layer;
+the module does not know pools. Each row's position says what it sees; no order of rows is assumed.
 
 Source: Dao et al. 2023 (Flash-Decoding); Milakov and Gimelshein 2018 (online softmax); Kwon et al. 2023 (blocks).
 Legend: B sequences, Q rows of each, A query heads, H KV heads, D head size, N blocks, S positions per block, M entries
@@ -53,31 +53,32 @@ def attention_decode(
     options: Mapping[str, Any] | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """Attention of Q rows of each of B sequences -> [B, Q, A, D] in the query's dtype; never waits for the device.
+    """Compute attention of Q rows of each of B sequences -> [B, Q, A, D] in the query's dtype, without host waits.
 
-    Row (b, q) sees the keys at positions 0 ... positions_BQ[b, q]; a row at a negative position sees none, and is 0.
-    Slots beyond a sequence's furthest row may hold anything, NaN too; what a row before that one does not see must be
-    finite, since its weight of 0 takes away nothing else. Work depends on bounds: a graph may replay it.
+    Row (b, q) sees the keys at positions 0 ... positions_BQ[b, q]; a row at a negative position sees none, and its
+    output is 0. Slots beyond a sequence's furthest row may contain anything, including NaN; slots before it that some
+    row does not see must be finite, because their weight of 0 does not cancel anything else. The launch depends on
+    bounds only, so a CUDA graph may replay it.
 
     Args:
-        query_BQAD: bfloat16, float16 or float32 (the reference also takes float64), D contiguous. Over float8 the
-            kernels make float16 of it: a row with magnitudes beyond 65,504 is NaN.
-        key_NHSD: the query's dtype or float8_e4m3fn; [S, D] contiguous.
-        value_NHSD: the same, with the same strides.
-        block_tables_BM: int64 or int32; no entry past a sequence's furthest position is used.
+        query_BQAD: bfloat16, float16 or float32 (the reference also takes float64), D contiguous. Over float8 KV the
+            kernels convert queries to float16: a row with magnitudes beyond 65,504 becomes NaN.
+        key_NHSD: K in the query's dtype or float8_e4m3fn; [S, D] contiguous.
+        value_NHSD: V, with the same shape, dtype and strides.
+        block_tables_BM: int64 or int32; entries past a sequence's furthest position are not used.
         positions_BQ: int64 or int32; at most 32 rows for Triton.
-        max_context_len: host bound of positions_BQ + 1.
-        softmax_scale: of scores, positive; D ** -0.5 if None.
-        key_scale: float32 [1] or [H], positive, what float8 keys are multiplied with; of no other dtype's.
-        value_scale: the same for values; as many as of keys.
-        invariant: a row's result depends on that row alone, whatever batch, number of rows and bound.
-        plans: of the pass that this layer is of, whose layers share `positions_BQ`; None if there is but this one. What
-            is divided by work needs a plan, which the first layer makes.
-        options: of the launch, as in the committed table; for tuning.
-        implementation: which form computes.
+        max_context_len: host-side upper bound of positions_BQ + 1.
+        softmax_scale: factor of scores, positive; D ** -0.5 if None.
+        key_scale: float32 [1] or [H], positive factor of float8 keys; None for other dtypes.
+        value_scale: the same for values; as many as for keys.
+        invariant: whether a row's result must depend on that row alone, whatever batch, number of rows and bound.
+        plans: plans of the pass, shared by its layers, which have the same `positions_BQ`; None if there is only this
+            layer. The split-KV work partition needs a plan, which the first layer makes.
+        options: launch options in the committed table's format; for tuning.
+        implementation: implementation to use.
 
     Raises:
-        KernelArgumentInvalid: an argument is of another kind; the message names it.
+        KernelArgumentInvalid: an argument does not fit; the message names it.
     """
     key = (
         signature(query_BQAD), signature(key_NHSD), signature(value_NHSD), signature(block_tables_BM),
@@ -118,14 +119,14 @@ class _Reference:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A call that is divided by work."""
+    """A call that uses the split-KV work partition across sequences."""
 
     max_context_len: int
     scale: float
     options: PlanOptions
 
 
-_FORMS: Memo[_Reference | _Shared | Launch] = Memo()  # how calls that were checked are computed
+_FORMS: Memo[_Reference | _Shared | Launch] = Memo()  # how checked calls are computed
 
 
 def _form(
@@ -140,7 +141,7 @@ def _form(
     options: Mapping[str, Any] | None,
     implementation: Implementation,
 ) -> _Reference | _Shared | Launch:
-    """How it is computed; the rest of the checks."""
+    """Finish the checks, and choose how the call is computed."""
     scale = query_BQAD.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     require(scale > 0, "softmax_scale", f"is {scale}, not positive")
     bound = min(max_context_len, block_tables_BM.shape[1] * key_NHSD.shape[2])
@@ -171,7 +172,7 @@ def attention_decode_reference(
     value_scale: torch.Tensor | None = None,
     invariant: bool = False,
 ) -> torch.Tensor:
-    """The same by torch, in the arithmetic of `kernels.attention.paged` (or its invariant twin), float8 as float32."""
+    """Compute it in torch, with the arithmetic of `kernels.attention.paged` or `.invariant`; float8 as float32."""
     block_size, head_dim = key_NHSD.shape[2:]
     block_tables_BM = within(block_tables_BM.long(), positions_BQ.amax(dim=1), block_size)
     if key_scale is not None and value_scale is not None:
@@ -234,7 +235,7 @@ def _check_scales(key_NHSD: torch.Tensor, key_scale: torch.Tensor | None, value_
 def _check_triton(
     query_BQAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, positions_BQ: torch.Tensor
 ) -> None:
-    """What only the kernels ask for: bfloat16 and the like, powers of two, and 16-byte rows."""
+    """Check what only the kernels require: dtypes, sizes that are powers of two, and 16-byte aligned rows."""
     require(query_BQAD.dtype in _TRITON_QUERY_DTYPES, "query_BQAD", f"Triton's kernel does not take {query_BQAD.dtype}")
     head_dim, block_size = query_BQAD.shape[3], key_NHSD.shape[2]
     require(head_dim in _TRITON_HEAD_DIMS, "query_BQAD", f"D is {head_dim}, not one of {_TRITON_HEAD_DIMS}")

@@ -1,9 +1,9 @@
-"""How `attention_decode` spreads over a GPU: tile and pipeline from a committed table or a rule, parts from bounds.
+"""Plans how `attention_decode` uses a GPU: tile and pipeline from a committed table or a rule, parts from bounds.
 
-Everything here comes from sizes that the host knows, so that it is the same for every replay of a graph. It refuses to
-look at tensors.
+Plans depend only on sizes that the host knows, so that they are the same for every replay of a CUDA graph; the contents
+of tensors are never read.
 
-Legend: a *part* is a share of a sequence's positions that one program takes; a *tile* is what it takes in one step.
+Legend: a *part* is the share of a sequence's positions that one program takes; a *tile* is what it takes in one step.
 """
 
 import functools
@@ -20,12 +20,12 @@ Kept = TypeVar("Kept")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """What a plan is made from, beside lengths.
+    """Inputs of a plan, besides lengths.
 
     Attributes:
         tile: positions of a tile.
-        num_shares: of one KV head and one tile of rows.
-        max_context_len: bound of every length.
+        num_shares: number of shares per KV head and tile of rows.
+        max_context_len: upper bound of every length.
     """
 
     tile: int
@@ -34,31 +34,31 @@ class Division:
 
 
 def division(*, slots: int, num_programs: int, tile: int, max_context_len: int) -> Division:
-    """As many shares as give every one of `slots` one, if `num_programs` programs take each."""
+    """Make as many shares as give each of `slots` one, if each share takes `num_programs` programs."""
     return Division(tile=tile, num_shares=max(1, slots // num_programs), max_context_len=max_context_len)
 
 
 class SplitKVPlans:
-    """The plans of one pass over the same sequences: made by the layer that comes first, used by all."""
+    """The plans of one pass over the same sequences: the first layer makes them, and all layers use them."""
 
     def __init__(self) -> None:
         self._made: list[tuple[torch.Tensor, torch.Tensor | None, Division, torch.Tensor]] = []
         self._kept: dict[Hashable, Any] = {}
 
     def keep(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
-        """What else the layers of the pass share, made by the one that first asks for `key`."""
+        """Return the value that the layers of the pass share under `key`; the first layer that asks makes it."""
         if key not in self._kept:
             self._kept[key] = make()
         found: Kept = self._kept[key]
         return found
 
     def find(self, lens: torch.Tensor, starts_E: torch.Tensor | None, wanted: Division) -> torch.Tensor:
-        """The plan for sequences of these lengths; another tensor has another plan, whatever is in it.
+        """Return the plan for sequences of these lengths, matched by tensor identity, not by contents.
 
         Args:
-            lens: positions of rows [B, Q], whose largest ends a sequence; with `starts_E` context lengths [B].
-            starts_E: where the rows of each sequence begin; one without rows has no length.
-            wanted: how it is divided.
+            lens: positions of rows [B, Q], whose largest ends a sequence; with `starts_E`, context lengths [B].
+            starts_E: where the rows of each sequence begin; a sequence without rows counts as empty.
+            wanted: how to divide the positions.
         """
         for known_lens, known_starts, known, plan in self._made:
             if known_lens is lens and known_starts is starts_E and known == wanted:
@@ -69,41 +69,41 @@ class SplitKVPlans:
 
 
 def make_plan(lens: torch.Tensor, starts_E: torch.Tensor | None, wanted: Division) -> torch.Tensor:
-    """One plan, as `attention_split_kv_plan_triton.plan_kernel` says; never waits for the device."""
+    """Make one plan in the format of `attention_split_kv_plan_triton.plan_kernel`; never waits for the device."""
     return attention_split_kv_plan_triton.launch_plan(
         lens, starts_E, tile=wanted.tile, num_shares=wanted.num_shares, max_context_len=wanted.max_context_len
     )
 
 
 MAX_PARTS = 128
-INVARIANT_PART_LEN = 512  # positions of a part where its length must not depend on anything
-_MAX_PART_LEN = 4096  # so that one long sequence among short ones does not run alone for long
-_BYTES_PER_NS = 4200.0  # that memory of an H200 gives; a part's price matters more than its exact value
-_PROGRAM_BYTES_PER_NS = 24.0  # that one program asks for at most, however few share memory
+INVARIANT_PART_LEN = 512  # positions of a part with batch-invariant numerics
+_MAX_PART_LEN = 4096  # so that one long sequence among short ones does not leave the GPU idle for long
+_BYTES_PER_NS = 4200.0  # H200 memory bandwidth; the relative cost of a part matters more than the exact value
+_PROGRAM_BYTES_PER_NS = 24.0  # most that one program can request, however few programs run
 _START_NS = 2500.0  # from a program's start to its first tile
 _MERGE_NS = 2500.0  # the second kernel
-_MERGE_STEP_NS = 800.0  # and each 32 parts that it adds after the first
+_MERGE_STEP_NS = 800.0  # for each 32 parts after the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What is tuned; the fields of a row of the committed table.
+    """Tuned options; the fields of a row of the committed table.
 
     Attributes:
         tile: keys of a step.
-        rows: of a program, padded; a power of two from 16 on.
-        swap: K and V are the left operands.
-        stages: of the pipeline.
-        warps: of a program.
-        slots: programs that the GPU holds at once.
-        max_part_len: positions of a part, at most.
-        pdl: programmatic dependent launch of the second kernel.
-        direct: float8 is widened in the registers of the matmuls: 1 by conversion, 2 by moving bits; 0: it passes
-            through shared memory.
-        apart: each warp has its own sums over its share of a tile's keys; with `direct` alone.
-        registers: of a thread, at most; 0: as the compiler likes.
-        shares: divided by work (`attention_split_kv`), `slots` being how many programs are wanted; else each sequence
-            into the same number of parts.
+        rows: rows of a program, padded; a power of two from 16 on.
+        swap: whether K and V are the left operands.
+        stages: pipeline stages.
+        warps: warps of a program.
+        slots: programs that the GPU runs at once.
+        max_part_len: maximum positions of a part.
+        pdl: whether the second kernel uses programmatic dependent launch.
+        direct: how float8 is widened: 1 by conversion in the matmuls' registers, 2 there by moving bits, 0 through
+            shared memory.
+        apart: whether each warp keeps its own sums over its share of a tile's keys; only with `direct`.
+        registers: maximum registers of a thread; 0: chosen by the compiler.
+        shares: whether work is partitioned across sequences (`attention_split_kv`), `slots` being the number of
+            programs wanted; otherwise each sequence has the same number of parts.
     """
 
     tile: int
@@ -122,19 +122,20 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What one call needs beside its tensors.
+    """Parameters of one call, besides its tensors.
 
     Attributes:
-        scale: of scores.
-        max_context_len: bound of every position + 1; the tables cover it.
-        num_parts: of each sequence.
+        scale: factor of scores.
+        max_context_len: upper bound of every position + 1; the tables cover it.
+        num_parts: parts of each sequence.
         part_len: positions of a part; 0: equal shares of the sequence.
         tile: keys of a step.
-        rows: of a program.
-        swap: K and V on the left.
-        stages: tiles under way, and the one that is computed.
-        warps: of a program.
-        pdl: the second kernel is started early and waits for the first by itself (programmatic dependent launch).
+        rows: rows of a program.
+        swap: whether K and V are the left operands.
+        stages: tiles in flight, including the one being computed.
+        warps: warps of a program.
+        pdl: whether the second kernel is started early and waits for the first by itself (programmatic dependent
+            launch).
         direct: as in `PlanOptions`.
         apart: as in `PlanOptions`.
         registers: as in `PlanOptions`.
@@ -156,12 +157,12 @@ class Launch:
 
 
 def rows_of_program(num_rows: int) -> int:
-    """Rows of one KV head, padded for tensor cores; at most 64, more take several programs."""
+    """Rows of one KV head, padded for tensor cores; at most 64, so more rows take several programs."""
     return min(64, max(16, 1 << (num_rows - 1).bit_length()))
 
 
 def default_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> PlanOptions:
-    """The rule where no table knows better."""
+    """Options by rule, for shapes that no table has."""
     rows = rows_of_program(num_rows)
     if kv_item_bytes == 4:
         return PlanOptions(tile=32, rows=16, swap=False, stages=2, warps=4, slots=264)
@@ -175,7 +176,7 @@ def default_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> PlanOpt
 
 
 def _float8_options(rows: int, head_dim: int) -> PlanOptions:
-    """Float8 goes straight to the matmuls' registers, but for many rows, and for heads too small for pairs."""
+    """Options by rule for float8 KV, which is widened in registers except for many rows and for heads under 64."""
     if rows > 32:
         tile, warps = (32, 8) if head_dim > 128 else (64, 4)
         return PlanOptions(tile=tile, rows=64, swap=False, stages=3, warps=warps, slots=132 if head_dim > 128 else 264)
@@ -188,10 +189,9 @@ def _float8_options(rows: int, head_dim: int) -> PlanOptions:
 
 
 def invariant_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> PlanOptions:
-    """Of one arithmetic whatever the number of rows: none of a table, and operands on the same sides.
+    """Batch-invariant options: the same arithmetic for any number of rows, with no table and fixed operand sides.
 
-    What a matmul gives in one column does not depend on how many columns there are, so more rows may be padded to
-    more columns.
+    A column of a matmul's result does not depend on the number of columns, so more rows may be padded to more columns.
     """
     if kv_item_bytes != 2:
         return default_options(16, head_dim, kv_item_bytes)
@@ -202,32 +202,32 @@ def invariant_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> PlanO
 
 
 def options_of_row(row: Mapping[str, Any]) -> PlanOptions:
-    """A row of the committed table."""
+    """Convert a row of the committed table."""
     return PlanOptions(**row)
 
 
 def table_shape(num_rows: int, head_dim: int, kv_dtype_name: str, num_queries: int | None = None) -> str:
-    """What the committed table calls a shape: one number of queries, or any that has as many rows."""
+    """Name of a shape in the committed table: for one number of queries, or for any with as many rows."""
     shape = f"rows={rows_of_program(num_rows)} D={head_dim} {kv_dtype_name}"
     return shape if num_queries is None else f"{shape} q={num_queries}"
 
 
 def read_table_shape(shape: str) -> tuple[int, int, str]:
-    """Rows, D and the dtype's name of `table_shape`."""
+    """Parse a `table_shape` into rows, D and the name of the dtype."""
     rows, head_dim, kind = shape.split()[:3]
     return int(rows.removeprefix("rows=")), int(head_dim.removeprefix("D=")), kind
 
 
 @functools.lru_cache(maxsize=4096)
 def num_parts(num_programs: int, max_context_len: int, kv_row_bytes: int, out_bytes: int, options: PlanOptions) -> int:
-    """Parts of a sequence: the number with the least predicted time, the smallest of several.
+    """Choose the number of parts of a sequence with the least predicted time; among near equals, the smallest.
 
     Args:
-        num_programs: of one part: sequences times KV heads times tiles of rows.
-        max_context_len: bound of every sequence.
-        kv_row_bytes: K and V of one position of one head.
-        out_bytes: that a program writes for a part, if there are several.
-        options: of the launch.
+        num_programs: programs of one part: sequences times KV heads times tiles of rows.
+        max_context_len: upper bound of every sequence.
+        kv_row_bytes: bytes of K and V at one position of one head.
+        out_bytes: bytes that a program writes for a part, if there are several.
+        options: options of the launch.
     """
     num_tiles = -(-max_context_len // options.tile)
     fewest = min(MAX_PARTS, num_tiles, -(-max_context_len // options.max_part_len))

@@ -1,12 +1,13 @@
 """Attention whose result for a row does not depend on chunking, batch or bound: an ordered online softmax.
 
-Keys are taken 64 at a time from position 0 on. Each step rescales what was summed and adds the block's share, in
-float32 (float64 for float64). A block past a row's position changes nothing, exactly: its weights are 0, its maximum is
--inf and the scale is 1, so prefill, which stops at the last row, and decode, which runs to a bound, agree bit for bit.
-Query heads that share a KV head are rows of one matmul; rows are padded to a tile (`kernels.tiles`).
+Keys are taken 64 at a time from position 0 on. Each step rescales the running sums and adds the contribution of its 64
+keys, in float32 (float64 for float64). Keys past a row's position change nothing, exactly: their weights are 0, their
+maximum is -inf and the scale is 1. So prefill, which stops at the last row, and decode, which runs to a bound, agree
+bit for bit. Query heads that share a KV head are rows of one matmul; rows are padded to a tile (`kernels.tiles`).
 
-Source: Milakov and Gimelshein 2018 (online softmax). Legend as in `kernels.attention.paged`; further R rows of one KV
-head (queries times G, padded), P = B * H matmuls side by side, C = 64 keys of a step.
+Source: Milakov and Gimelshein 2018 (online softmax).
+Legend: as in `kernels.attention.paged`; further R rows of one KV head (queries times G, padded), P = B * H batched
+matmuls, C = 64 keys of a step.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ KEYS_PER_STEP = 64
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """K and V of B sequences, 64 positions at a time."""
+    """K and V of B sequences, read 64 positions at a time."""
 
     key_NHSD: torch.Tensor
     value_NHSD: torch.Tensor
@@ -35,7 +36,7 @@ class _Keys:
         assert KEYS_PER_STEP % block_size == 0
         num_blocks = KEYS_PER_STEP // block_size
         first = start // block_size
-        # The last step may reach past the table; those positions are beyond every row, so any block will do.
+        # The last step may reach past the table. No row sees those positions, so any block will do.
         last = self.block_tables_BM.shape[1] - 1
         columns = [min(column, last) for column in range(first, first + num_blocks)]
         blocks_BW = self.block_tables_BM[:, columns[0] : columns[-1] + 1]
@@ -61,7 +62,7 @@ class _Running:
 def _add_step(
     state: _Running, score_PRC: torch.Tensor, value_PCD: torch.Tensor, first_row: int, num_kv_heads: int
 ) -> None:
-    """Fold one block of scores (masked with -inf) into rows `first_row` on."""
+    """Fold one step of scores (masked with -inf) into the running state of rows from `first_row` on."""
     rows = slice(first_row, None)
     old_PR1 = state.maximum_PR1[:, rows]
     new_PR1 = torch.maximum(old_PR1, score_PRC.amax(dim=-1, keepdim=True))
@@ -75,13 +76,13 @@ def _add_step(
 
 @dataclass(frozen=True, slots=True)
 class _Ascent:
-    """Rows of a prompt's chunk: `rows_per_position` for each position from `first_position` on."""
+    """Rows of a prefill chunk: `rows_per_position` for each position from `first_position` on."""
 
     first_position: int
     rows_per_position: int
 
     def first_row(self, key: int, tile: int) -> int:
-        """Start of the first tile with a row that sees position `key`."""
+        """First row of the first tile that has a row which sees position `key`."""
         return max(0, key - self.first_position) * self.rows_per_position // tile * tile
 
 
@@ -93,7 +94,7 @@ def _attend(
     ascent: _Ascent | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attention of padded rows, [P, R, D]; every position lies in 0 ... context_len - 1."""
+    """Compute attention of padded rows, [P, R, D]; every position lies in 0 ... context_len - 1."""
     num_kv_heads, head_dim = keys.key_NHSD.shape[1], keys.key_NHSD.shape[3]
     tile = row_tile(query_PRD.device)
     scaled_PRD = query_PRD * (head_dim**-0.5 if scale is None else scale)
@@ -104,7 +105,7 @@ def _attend(
         mixed_PRD=torch.zeros_like(query_PRD),
     )
     for start in range(0, context_len, KEYS_PER_STEP):
-        # Whole tiles of rows that see nothing of these keys are skipped; the step would leave them as they are.
+        # Skip whole tiles of rows that see none of these keys; the step would not change them.
         first_row = ascent.first_row(start, tile) if ascent else 0
         key_PDC, value_PCD = keys.step(start, query_PRD.dtype)
         score_PRC = matmul_groups(scaled_PRD[:, first_row:], key_PDC, num_kv_heads)
@@ -123,7 +124,7 @@ def attention_prefill_invariant(
     context_lens: Sequence[int],
     scale: float | None = None,
 ) -> torch.Tensor:
-    """As `attention_prefill`; the same arithmetic for a row as `attention_decode_invariant`."""
+    """Compute `attention_prefill`, with the same arithmetic per row as `attention_decode_invariant`."""
     num_heads, num_kv_heads, device = query_TAD.shape[1], key_NHSD.shape[1], query_TAD.device
     group = num_heads // num_kv_heads
     outputs = []
@@ -154,7 +155,7 @@ def attention_decode_invariant(
     max_context_len: int,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """As `attention_decode`; the same arithmetic for a row as `attention_prefill_invariant`."""
+    """Compute `attention_decode`, with the same arithmetic per row as `attention_prefill_invariant`."""
     num_sequences, num_rows, num_heads, head_dim = query_BQAD.shape
     num_kv_heads = key_NHSD.shape[1]
     group = num_heads // num_kv_heads

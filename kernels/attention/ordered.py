@@ -1,12 +1,13 @@
-"""Attention in numerics `invariant` on GPUs: prompts' chunks and decode steps give a row the same bits.
+"""Batch-invariant attention on GPUs: prefill chunks and decode steps give a row the same bits.
 
-Both functions are the operations of those names in `kernels.attention.paged`, computed by one Triton kernel in one
-order of sums (`kernels.attention.ordered_triton`): a row's result follows from that row and the keys that it sees,
-whatever the chunk, the batch, the bound and the number of programs that shared it. The reference is
-`kernels.attention.invariant`, which keeps the same promise in another order, so its bits are others. It refuses float8,
-and to wait for the device.
+Both functions are the operations of those names in `kernels.attention.paged`. One Triton kernel
+(`kernels.attention.ordered_triton`) computes them in one order of sums: a row's result depends only on that row and the
+keys that it sees, whatever the chunk, the batch, the bound and the number of programs that shared the work. The
+reference is `kernels.attention.invariant`, which keeps the same promise in another order, so its bits differ.
 
-Source and legend as in `kernels.attention.paged`; E = B + 1.
+Float8 KV is refused. The host never waits for the device.
+
+Source and legend: as in `kernels.attention.paged`; E = B + 1.
 """
 
 from collections.abc import Sequence
@@ -41,17 +42,18 @@ def attention_ordered_prefill(
     *,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """Attention of chunks laid one after the other -> [T, A, D]; never waits for the device on a GPU.
+    """Compute attention of concatenated chunks -> [T, A, D]; on a GPU the host never waits for the device.
 
     Args:
-        query_TAD: rows of all chunks, contiguous in D; rows past the last start belong to none, and what is returned
-            for them is not defined.
-        key_NHSD: K of a layer in the dtype of the queries, the last two dimensions contiguous.
-        value_NHSD: V, the same in shape, strides and dtype.
+        query_TAD: rows of all chunks, contiguous in D; rows past the last start belong to no chunk, and their outputs
+            are undefined.
+        key_NHSD: K of a layer, in the dtype of the queries, contiguous in the last two dimensions.
+        value_NHSD: V, with the same shape, strides and dtype.
         block_tables_BM: int32 or int64, contiguous in M.
         query_starts_E: int32 or int64; sequence b has the rows from starts[b] up to starts[b + 1].
-        context_lens_B: int32 or int64, keys that a sequence's last row sees; at least its rows. Not read without rows.
-        implementation: which form computes.
+        context_lens_B: int32 or int64; keys that a sequence's last row sees, at least its number of rows. Not read if
+            it has no rows.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; nothing was launched.
@@ -103,10 +105,10 @@ def attention_ordered_prefill_lens(
     *,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """The same with lengths on the host, which cross in one copy that the host does not wait for.
+    """Compute `attention_ordered_prefill` with lengths on the host, sent in one copy that the host does not wait for.
 
     Raises:
-        KernelArgumentInvalid: an argument does not fit, or the lengths do not to the queries; nothing was launched.
+        KernelArgumentInvalid: an argument does not fit, or the lengths do not fit the queries; nothing was launched.
     """
     require_lens(query_TAD, key_NHSD, block_tables_BM, query_lens, context_lens)
     numbers = to_device(torch.tensor([0, *accumulate(query_lens), *context_lens], dtype=torch.int32), query_TAD.device)
@@ -127,20 +129,21 @@ def attention_ordered_decode(
     is_split: bool | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """Attention of Q rows of each of B sequences -> [B, Q, A, D]; never waits for the device.
+    """Compute attention of Q rows of each of B sequences -> [B, Q, A, D]; the host never waits for the device.
 
-    Row (b, q) sees the keys at positions 0 ... positions_BQ[b, q]; a row at a negative position sees none, and is 0.
-    Work depends on bounds: a graph may replay it.
+    Row (b, q) sees the keys at positions 0 ... positions_BQ[b, q]; a row at a negative position sees none, and its
+    output is 0. The launch depends on bounds only, so a CUDA graph may replay it.
 
     Args:
-        query_BQAD: contiguous in D.
-        key_NHSD: K of a layer in the dtype of the queries, the last two dimensions contiguous.
-        value_NHSD: V, the same in shape, strides and dtype.
-        block_tables_BM: int32 or int64, contiguous in M; no entry past a sequence's furthest position is used.
+        query_BQAD: queries, contiguous in D.
+        key_NHSD: K of a layer, in the dtype of the queries, contiguous in the last two dimensions.
+        value_NHSD: V, with the same shape, strides and dtype.
+        block_tables_BM: int32 or int64, contiguous in M; entries past a sequence's furthest position are not used.
         positions_BQ: int32 or int64.
-        max_context_len: host bound of positions_BQ + 1.
-        is_split: whether each part of the context has programs of its own; None: as it suits the GPU. No bit changes.
-        implementation: which form computes.
+        max_context_len: host-side upper bound of positions_BQ + 1.
+        is_split: whether each part of the context gets programs of its own; None: chosen for the GPU. Does not change
+            any bit.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; nothing was launched.
@@ -177,7 +180,7 @@ def _check_pool(
     block_tables_BM: torch.Tensor,
     with_triton: bool,
 ) -> None:
-    """What both have in common; `name` is of the queries, [..., A, D]."""
+    """Check what both functions have in common; `name` is the argument name of the queries, [..., A, D]."""
     require_rows(name, query)
     num_heads, head_dim = query.shape[-2:]
     require_tensor("key_NHSD", key_NHSD, (None, None, None, head_dim), (query.dtype,), query.device)

@@ -1,12 +1,12 @@
-"""Causal attention over paged KV, for chunks of prompts and for the dense decode layout; the library's arithmetic.
+"""Causal attention over paged KV, for prefill chunks and for decode rows, in torch's own arithmetic.
 
-Row i of a sequence sees the keys at positions 0 ... position(i), all of them already in the blocks. Slots past a
-sequence's last position may hold anything, NaN included. `attention_invariant` has the same two functions with a
-result that does not depend on batching.
+Row i of a sequence sees the keys at positions 0 ... position(i), all of which are already in the blocks. Slots past a
+sequence's last position may contain anything, including NaN. `kernels.attention.invariant` has the same two functions
+with results that do not depend on batching.
 
 Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; blocks: Kwon et al. 2023 (PagedAttention).
-Legend: T tokens, B sequences, Q rows of each, A query heads, H KV heads, G = A / H, D head size, N blocks,
-S positions per block, M entries of a block table, C keys, W blocks a context needs.
+Legend: T tokens, B sequences, Q rows of each, A query heads, H KV heads, G = A / H, D head size, N blocks, S positions
+per block, M entries of a block table, C keys, W blocks a context needs.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 
 def gather_blocks(kv_NHSD: torch.Tensor, blocks_BW: torch.Tensor) -> torch.Tensor:
-    """Blocks of each sequence side by side, [B, H, W * S, D]; a copy, and of all where heads lie unevenly."""
+    """Copy each sequence's blocks side by side, [B, H, W * S, D]; if heads are not contiguous, all blocks are copied."""
     _, num_heads, block_size, head_dim = kv_NHSD.shape
     num_sequences, num_blocks = blocks_BW.shape
     head_H1 = torch.arange(num_heads, device=kv_NHSD.device)[:, None]
@@ -34,10 +34,10 @@ def attention_prefill(
     context_lens: Sequence[int],
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of chunks laid one after the other -> [T, A, D].
+    """Compute attention of concatenated chunks -> [T, A, D].
 
-    The last row of sequence b stands at position context_lens[b] - 1. Both lengths are on the host. `scale` is of
-    scores, D ** -0.5 if None.
+    The last row of sequence b is at position context_lens[b] - 1. Both lengths are on the host. `scale` multiplies the
+    scores; None: D ** -0.5.
     """
     block_size = key_NHSD.shape[2]
     outputs = []
@@ -74,10 +74,10 @@ def attention_decode(
     max_context_len: int,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of Q rows of each of B sequences -> [B, Q, A, D]; never waits for the device.
+    """Compute attention of Q rows of each of B sequences -> [B, Q, A, D]; never waits for the device.
 
-    `max_context_len` is a host bound of positions_BQ + 1, `scale` as of `attention_prefill`. Query heads that share a
-    KV head are further rows of it, so K and V are never repeated.
+    `max_context_len` is a host-side upper bound of positions_BQ + 1; `scale` is as in `attention_prefill`. Query heads
+    that share a KV head become further rows of it, so K and V are never repeated.
     """
     num_sequences, num_rows, num_heads, head_dim = query_BQAD.shape
     num_kv_heads, block_size = key_NHSD.shape[1:3]

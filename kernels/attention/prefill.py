@@ -1,15 +1,18 @@
-"""Causal attention of chunks of prompts over paged KV, lengths on the device: fit for CUDA graphs.
+"""Causal attention of prefill chunks over paged KV, with lengths on the device so that CUDA graphs can replay it.
 
-Row i of a sequence's chunk stands at position context_len - query_len + i and sees the keys from position 0 to its own,
-all of them already in the blocks. Slots past a sequence's last position may hold anything, NaN included. On GPUs one
-Triton kernel (`kernels.attention.prefill_triton`, or on Hopper `kernels.attention.prefill_hopper_triton` where that was
-found faster), for few short chunks over long prefixes those of `kernels.attention.short_chunks`, elsewhere the torch
-reference, which is `kernels.attention.paged` and `kernels.attention.invariant`. Long chunks over float8 have their KV
-widened first where that pays (`kernels.kv.dequantize`). It refuses to write KV, and to wait for the device.
+Row i of a sequence's chunk is at position context_len - query_len + i and sees the keys from position 0 to its own, all
+of which are already in the blocks. Slots past a sequence's last position may contain anything, including NaN.
+
+On GPUs one Triton kernel computes it (`kernels.attention.prefill_triton`, or on Hopper
+`kernels.attention.prefill_hopper_triton` where that measured faster); few short chunks over long prefixes use
+`kernels.attention.short_chunks`. Elsewhere the torch reference computes it (`kernels.attention.paged` and
+`kernels.attention.invariant`). For long chunks over float8, KV is dequantized first where that pays
+(`kernels.kv.dequantize`). This module does not write KV, and never makes the host wait for the device.
 
 Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3: matmuls and softmax overlapped); blocks: Kwon
-et al. 2023. Legend: T tokens, B sequences, E = B + 1, A query heads, H KV heads, G = A / H, D head size, N blocks,
-S positions per block, M entries of a block table.
+et al. 2023.
+Legend: T tokens, B sequences, E = B + 1, A query heads, H KV heads, G = A / H, D head size, N blocks, S positions per
+block, M entries of a block table.
 """
 
 import math
@@ -62,26 +65,29 @@ def attention_prefill(
     options: Mapping[str, Any] | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """Attention of chunks laid one after the other -> [T, A, D]; never waits for the device on a GPU.
+    """Compute attention of concatenated chunks -> [T, A, D]; on a GPU the host never waits for the device.
 
     Args:
-        query_TAD: rows of all chunks, contiguous in D; rows past the last start belong to none, and what is returned
-            for them is not defined. Over float8 the kernels make float16 of it (magnitudes up to 65,504).
+        query_TAD: rows of all chunks, contiguous in D; rows past the last start belong to no chunk, and their outputs
+            are undefined. Over float8 KV the kernels convert queries to float16 (magnitudes up to 65,504).
         key_NHSD: K of a layer, contiguous in D, in the dtype of the queries or float8_e4m3fn.
-        value_NHSD: V, the same in shape, strides and dtype.
+        value_NHSD: V, with the same shape, strides and dtype.
         block_tables_BM: int32 or int64, contiguous in M.
         query_starts_E: int32 or int64; sequence b has the rows from starts[b] up to starts[b + 1]. Sequences without
             rows may be anywhere; those that pad a batch repeat the total.
-        context_lens_B: int32 or int64, keys that a sequence's last row sees; at least its rows. Not read without rows.
-        max_query_len: host bound of rows of one sequence.
-        scale: of scores, above 0; D ** -0.5 if None.
-        key_scale: float32 [1] or [H], what stored keys are to be multiplied by; 1 if None.
-        value_scale: the same for V; both or neither.
-        invariant: a row's result depends on that row and its KV alone, bit for bit, whatever the chunks and the batch.
-        plans: of the pass that this layer is of, whose layers share the starts and lengths; None if there is but this
-            one.
-        options: a row as in the tuned table, in place of what that or the kernel's rule says; for the tuner and tests.
-        implementation: which form computes.
+        context_lens_B: int32 or int64; keys that a sequence's last row sees, at least its number of rows. Not read if
+            it has no rows.
+        max_query_len: host-side upper bound of the rows of one sequence.
+        scale: factor of scores, above 0; D ** -0.5 if None.
+        key_scale: float32 [1] or [H], factor of stored keys; 1 if None.
+        value_scale: the same for V; give both or neither.
+        invariant: whether a row's result must depend on that row and its KV alone, bit for bit, whatever the chunks and
+            the batch.
+        plans: plans of the pass, shared by its layers, which have the same starts and lengths; None if there is only
+            this layer.
+        options: a row in the tuned table's format, used instead of the table or the kernel's rule; for the tuner and
+            tests.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; nothing was launched.
@@ -100,7 +106,7 @@ def attention_prefill(
         how = _FORMS.keep(key, _form(places, kind, max_query_len, invariant, options))
     if how is _Form.TORCH:
         lens = [end - start for start, end in pairwise(query_starts_E.tolist())]
-        if scale is not None:  # theirs is D ** -0.5
+        if scale is not None:  # the reference applies D ** -0.5
             query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
         kv = _dequantized(key_NHSD, key_scale, query_TAD.dtype), _dequantized(value_NHSD, value_scale, query_TAD.dtype)
         tables_BM = within(block_tables_BM.long(), context_lens_B - 1, key_NHSD.shape[2])
@@ -117,24 +123,24 @@ def attention_prefill(
 
 
 class _Form(Enum):
-    """How a call that was checked is computed."""
+    """How a checked call is computed."""
 
     TORCH = auto()
-    NOTHING = auto()  # there are no rows
-    SHORT = auto()  # positions are divided as well as rows
-    DEQUANTIZED = auto()  # float8 is widened before
+    NOTHING = auto()  # no rows
+    SHORT = auto()  # positions are split as well as rows
+    DEQUANTIZED = auto()  # float8 KV is dequantized first
     AS_IT_IS = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """What is kept of calls that were checked, whatever their numbers of rows, sequences and positions.
+    """Results of checks that hold for any number of rows, sequences and positions.
 
     Attributes:
-        in_triton: not by torch's reference.
-        can_divide: the form for short chunks takes them.
-        can_dequantize: the form for Hopper takes what comes of their KV if that is widened.
-        on_hopper: that form takes them as they are.
+        in_triton: whether Triton computes the call, not torch's reference.
+        can_divide: whether the implementation for short chunks can take it.
+        can_dequantize: whether the Hopper kernel can take the KV once it is dequantized.
+        on_hopper: whether the Hopper kernel can take the KV as it is.
     """
 
     in_triton: bool
@@ -143,8 +149,8 @@ class _Kind:
     on_hopper: bool = False
 
 
-_FORMS: Memo[_Form] = Memo()  # of the layers of one step
-_KINDS: Memo[_Kind] = Memo()  # of all steps: each has another number of rows
+_FORMS: Memo[_Form] = Memo()  # shared by the layers of one step
+_KINDS: Memo[_Kind] = Memo()  # shared by all steps, which differ in their numbers of rows
 
 
 def attention_prefill_lens(
@@ -161,12 +167,12 @@ def attention_prefill_lens(
     options: Mapping[str, Any] | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """`attention_prefill` with lengths on the host, as `kernels.attention.paged.attention_prefill` takes them.
+    """Compute `attention_prefill` with lengths on the host, as `kernels.attention.paged.attention_prefill` takes them.
 
-    They cross in one copy that the host does not wait for.
+    The lengths are sent in one copy that the host does not wait for.
 
     Raises:
-        KernelArgumentInvalid: an argument does not fit, or the lengths do not to the queries; nothing was launched.
+        KernelArgumentInvalid: an argument does not fit, or the lengths do not fit the queries; nothing was launched.
     """
     require_lens(query_TAD, key_NHSD, block_tables_BM, query_lens, context_lens)
     numbers = torch.tensor([0, *accumulate(query_lens), *context_lens], dtype=torch.int32)
@@ -186,7 +192,7 @@ def _checked(
     places: _Places, scale: float | None, key_scale: torch.Tensor | None, value_scale: torch.Tensor | None,
     implementation: Implementation,
 ) -> _Kind:  # fmt: skip
-    """What is kept of calls like this one, or found out now."""
+    """Return the cached results of checks for calls like this one, or run the checks."""
     query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B = places
     require(block_tables_BM.dim() == 2, "block_tables_BM", f"has shape {list(block_tables_BM.shape)}, not [B, M]")
     for name, tensor in (("query_starts_E", query_starts_E), ("context_lens_B", context_lens_B)):
@@ -210,7 +216,7 @@ def _checked(
 def _kind(
     query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, key_scale: torch.Tensor | None
 ) -> _Kind:
-    """By dtypes, strides and sizes that calls have in common."""
+    """Derive a `_Kind` from dtypes, strides and sizes that calls have in common."""
     head_dim, block_size = query_TAD.shape[2], key_NHSD.shape[2]
     can_dequantize = (
         key_NHSD.stride()[2:] == (head_dim, 1)
@@ -224,7 +230,7 @@ def _kind(
 def _form(
     places: _Places, kind: _Kind, max_query_len: int, invariant: bool, options: Mapping[str, Any] | None
 ) -> _Form:
-    """By which kernels, of queries, K, V, tables, starts and lengths: what the numbers of these decide."""
+    """Choose the kernels from the sizes of queries, K, V, tables, starts and lengths."""
     if not kind.in_triton:
         return _Form.TORCH
     query_TAD, key_NHSD, block_tables_BM = places[0], places[1], places[3]
@@ -251,13 +257,13 @@ def _by_triton(
     invariant: bool,
     options: Mapping[str, Any] | None,
 ) -> torch.Tensor:
-    """By the kernels that walk over all positions."""
+    """Compute it with the kernels that walk over all positions."""
     query_TAD = places[0]
     output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
     if how is _Form.DEQUANTIZED:
         places = query_TAD, *kv_dequantize.dequantize_kv(*places[1:], *scales, query_TAD.dtype), *places[4:]
         scales = None, None
-    # One configuration for all sizes if a row may not depend on how long its chunk is.
+    # With `invariant`, one configuration for all sizes: a row must not depend on the length of its chunk.
     options = options or _find_options(*places[:3], _ANY_LEN if invariant else max_query_len)
     if attention_prefill_hopper_triton.is_ours(options):
         require(scales[0] is None, "key_scale", "is not for the form that the options are of")
@@ -278,7 +284,7 @@ def _is_short(
     invariant: bool,
     options: Mapping[str, Any] | None,
 ) -> bool:
-    """Whether positions are divided as well as rows: as the options say, or where that is better."""
+    """Return whether positions are split as well as rows: as the options say, or where that is faster."""
     if invariant or (options is not None and not attention_short_chunks.is_ours(options)):
         return False
     if options is not None:
@@ -294,7 +300,7 @@ def _is_short(
 def _find_options(
     query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, max_query_len: int
 ) -> Mapping[str, Any]:
-    """How a kernel is launched for chunks of up to so many rows: of the tuned table if it fits, else by rule."""
+    """Launch options for chunks of up to `max_query_len` rows: from the tuned table if its row fits, else by rule."""
     group, head_dim = query_TAD.shape[1] // key_NHSD.shape[1], query_TAD.shape[2]
     num_bytes = key_NHSD.element_size()
     found = tuning.find(NAME, shape_of(group, head_dim, num_bytes), max_query_len, query_TAD.device.index)
@@ -305,7 +311,7 @@ def _find_options(
 
 
 def shape_of(group: int, head_dim: int, num_bytes: int) -> str:
-    """The name of a shape in the tuned table."""
+    """Name of a shape in the tuned table."""
     return f"{group}x{head_dim}x{8 * num_bytes}"
 
 
@@ -375,7 +381,7 @@ def _reference(
     context_lens: list[int],
     invariant: bool,
 ) -> torch.Tensor:
-    """By the functions that take lengths on the host, which know no sequence without rows."""
+    """Compute it with the functions that take host-side lengths, leaving out sequences without rows."""
     live = [sequence for sequence, query_len in enumerate(query_lens) if query_len > 0]
     output_TAD = torch.zeros_like(query_TAD)
     if live:

@@ -1,10 +1,10 @@
-"""Where the rows of a decode step stand, and where they write, from what is on the device: one launch for a step.
+"""Positions and KV slots of a decode step's rows, computed on the device in one launch.
 
-Row q of sequence b stands at position first[b] + q and writes to the slot of that position in the sequence's blocks.
-Rows past a sequence's room (drafts beyond its last possible token) stand at its last position instead and write to the
-scratch slot; what they compute is not used.
+Row q of sequence b is at position first[b] + q and writes to the slot of that position in the sequence's blocks. Rows
+past a sequence's limit (drafts beyond its last possible token) get its last position instead and write to the scratch
+slot; their results are not used.
 
-It refuses to know what is computed. Legend: B sequences, Q rows of each, M entries of a block table.
+Legend: B sequences, Q rows of each, M entries of a block table.
 """
 
 import torch
@@ -15,7 +15,7 @@ from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 
 _INTEGERS = (torch.int32, torch.int64)
-_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
+_FORMS: Memo[bool] = Memo()  # checked calls, and whether Triton computes them
 
 
 def row_places(
@@ -28,16 +28,16 @@ def row_places(
     scratch_slot: int,
     implementation: Implementation = Implementation.AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions and slots, int64 [B, Q]; nothing is read by the host.
+    """Compute positions and slots, int64 [B, Q]; the host reads nothing.
 
     Args:
-        first_B: int32 or int64, position of each first row, below 2^31; may be strided, like the next.
+        first_B: int32 or int64, position of each sequence's first row, below 2^31; may be strided, as may `limit_B`.
         num_rows: Q, at least 1.
-        limit_B: int32 or int64, positions that each sequence has room for, at least 1; the tables cover them.
+        limit_B: int32 or int64, positions that each sequence may use, at least 1; the tables cover them.
         block_tables_BM: int32 or int64; rows may be strided.
-        block_size: positions of a block.
-        scratch_slot: of rows past the room.
-        implementation: see there.
+        block_size: positions per block.
+        scratch_slot: slot of rows past the limit.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit.
@@ -73,7 +73,7 @@ def row_places_reference(
     block_size: int,
     scratch_slot: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in torch, in eleven operations."""
+    """Compute `row_places` in torch, in eleven operations."""
     offsets = torch.arange(num_rows, device=first_B.device)
     wanted_BQ = first_B[:, None] + offsets
     last_B1 = limit_B[:, None] - 1

@@ -1,9 +1,11 @@
-"""Short chunks of prompts over long prefixes: `attention_prefill` where tiles of rows are too few to fill a GPU.
+"""Attention of short chunks over long prefixes, where `attention_prefill` has too few tiles of rows to fill a GPU.
 
 A chunk of 16 rows over 8,192 positions is one tile of rows for each KV head, and one program would walk over all
-positions. Here the positions are divided, too (`attention_split_kv`), at the price of two more small launches: by the
-loops of decode steps, or where the table says so by the form for Hopper, whose matmuls are faster. It refuses to
-divide where a row's result must not depend on the batch: shares follow from the lengths of all sequences.
+positions. Here the positions are split as well (`attention_split_kv`), at the price of two more small launches. The
+loops are those of decode steps or, where the tuned table says so, those of the Hopper kernel, whose matmuls are faster.
+
+Positions are not split where a row's result must not depend on the batch, because the split follows from the lengths of
+all sequences.
 
 Legend: as in `attention_prefill`.
 """
@@ -25,25 +27,25 @@ from baton.kernels.attention.decode_triton import STRIDE_UNIT
 NAME = "attention_prefill_shares"  # in the tuned table
 _FP8 = torch.float8_e4m3fn
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", _FP8: "fp8"}
-_TILE_ROWS = 128  # of the forms that do not divide positions
-_MAX_PROGRAMS = 96  # of those, up to which most multiprocessors stand idle or wait for memory that others could ask for
-_MAX_WIDE_PROGRAMS = 33  # the same for chunks of several tiles of ours, whose matmuls are not as fast as theirs
-_MAX_HOPPER_PROGRAMS = 66  # the same where the form for Hopper divides: two shares for each of them
+_TILE_ROWS = 128  # of the kernels that do not split positions
+_MAX_PROGRAMS = 96  # of those kernels; up to here most multiprocessors are idle or starved of memory requests
+_MAX_WIDE_PROGRAMS = 33  # the same for chunks of several of our tiles, whose matmuls are slower than theirs
+_MAX_HOPPER_PROGRAMS = 66  # the same where the Hopper kernel splits: two shares for each
 _OUR_ROWS = 64
-_MIN_BLOCK_SIZE = 16  # of decode steps, whose loops these are
-_MIN_CONTEXT_LEN = 1024  # bound from which on the division's launches, and what is written between them, pay
-_MIN_WIDE_CONTEXT_LEN = 4096  # the same for chunks of several tiles, which write more
+_MIN_BLOCK_SIZE = 16  # the loops are those of decode steps
+_MIN_CONTEXT_LEN = 1024  # from this bound on, the extra launches and the partial results between them pay off
+_MIN_WIDE_CONTEXT_LEN = 4096  # the same for chunks of several tiles, which write larger partial results
 
 
 def is_ours(options: Mapping[str, Any]) -> bool:
-    """Whether a row of the tuned table is for this form."""
+    """Return whether a row of the tuned table is for this implementation."""
     return "slots" in options
 
 
 def is_better(
     query_TAD: torch.Tensor, key_NHSD: torch.Tensor, num_sequences: int, bound: int, longest: int, on_hopper: bool
 ) -> bool:
-    """Whether undivided programs would be few, by what the host knows: sequences, positions and rows of one."""
+    """Return whether unsplit programs would be too few, judging by sequences, positions and rows known on the host."""
     num_tokens, num_heads, _ = query_TAD.shape
     num_kv_heads = key_NHSD.shape[1]
     group = num_heads // num_kv_heads
@@ -59,7 +61,7 @@ def is_better(
 def fits(
     query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, key_scale: torch.Tensor | None
 ) -> bool:
-    """Whether the kernel can take these: rows of 16 bytes, and float8 with scales alone."""
+    """Return whether the kernel can take these tensors: 16-byte aligned rows, and scales with float8 only."""
     unit = STRIDE_UNIT
     aligned = all(
         tensor.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in tensor.stride()[:-1])
@@ -86,7 +88,7 @@ def attend(
     plans: SplitKVPlans,
     options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
-    """`attention_prefill` of what fits; all arguments were checked."""
+    """Compute `attention_prefill` for tensors that fit; the caller has checked all arguments."""
     num_heads, head_dim = query_TAD.shape[1:]
     num_kv_heads, block_size = key_NHSD.shape[1:3]
     group = num_heads // num_kv_heads
@@ -116,12 +118,12 @@ def attend(
 
 
 def shape_of(max_query_len: int, group: int, head_dim: int, kv_dtype: torch.dtype) -> str:
-    """The name of a shape in the tuned table."""
+    """Name of a shape in the tuned table."""
     return f"{attention_plan.table_shape(max_query_len * group, head_dim, _KINDS[kv_dtype])} G={group}"
 
 
 def _row(max_query_len: int, group: int, head_dim: int, key_NHSD: torch.Tensor) -> Mapping[str, Any]:
-    """Of the tuned table; empty if it has none."""
+    """Row of the tuned table; empty if there is none."""
     shape = shape_of(max_query_len, group, head_dim, key_NHSD.dtype)
     return tuning.find(NAME, shape, max_query_len, key_NHSD.device.index) or {}
 
@@ -131,7 +133,7 @@ def _is_for_hopper(row: Mapping[str, Any]) -> bool:
 
 
 def _options(num_rows: int, head_dim: int, key_NHSD: torch.Tensor, row: Mapping[str, Any]) -> PlanOptions:
-    """Of the loops of decode steps: as the row says, or by rule."""
+    """Options of the decode-step loops: from the table row, or by rule."""
     if row and not _is_for_hopper(row):
         return attention_plan.options_of_row(row)
     return attention_plan.default_options(num_rows, head_dim, key_NHSD.element_size())
