@@ -56,8 +56,8 @@ def attention_decode(
     """Compute attention of Q rows of each of B sequences -> [B, Q, A, D] in the query's dtype, without host waits.
 
     Row (b, q) sees the keys at positions 0 ... positions_BQ[b, q]; a row at a negative position sees none, and its
-    output is 0. Slots beyond a sequence's furthest row may contain anything, including NaN; slots before it that some
-    row does not see must be finite, because their weight of 0 does not cancel anything else. The launch depends on
+    output is 0. Slots beyond a sequence's furthest row may contain anything, including NaN. Slots before it must be
+    finite even for rows that do not see them, because a weight of 0 cancels finite values only. The launch depends on
     bounds only, so a CUDA graph may replay it.
 
     Args:

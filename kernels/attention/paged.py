@@ -16,7 +16,7 @@ from torch.nn import functional
 
 
 def gather_blocks(kv_NHSD: torch.Tensor, blocks_BW: torch.Tensor) -> torch.Tensor:
-    """Copy each sequence's blocks side by side, [B, H, W * S, D]; if heads are not contiguous, all blocks are copied."""
+    """Copy each sequence's blocks side by side, [B, H, W * S, D]; copies the whole pool if heads are not contiguous."""
     _, num_heads, block_size, head_dim = kv_NHSD.shape
     num_sequences, num_blocks = blocks_BW.shape
     head_H1 = torch.arange(num_heads, device=kv_NHSD.device)[:, None]

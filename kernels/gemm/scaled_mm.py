@@ -1,7 +1,8 @@
-"""The library's float8 GEMM with 1 x 128 by 128 x 128 scales: cuBLASLt through torch, for many rows.
+"""The library's float8 GEMM with 1 x 128 by 128 x 128 scales, for many rows: cuBLASLt, called through torch.
 
-Not every version of torch and CUDA has it, and it refuses some shapes. What refuses once is not asked again for that
-shape; each GEMM that was computed otherwise is counted, and the first is logged. Legend: M rows, N, K, G groups.
+Not every version of torch and CUDA has it, and it refuses some shapes. A shape that it has refused once is not tried
+again. Every GEMM that another kernel computes instead is counted, and the first is logged. Legend: M rows, N outputs, K
+inputs, G groups.
 """
 
 import functools
@@ -19,10 +20,10 @@ _MIN_CUDA = (12, 9)
 
 
 class Library:
-    """What the library has refused so far.
+    """The library's GEMM, with a record of what it has refused.
 
     Attributes:
-        num_refused: GEMMs that something else had to compute.
+        num_refused: number of GEMMs that another kernel had to compute.
     """
 
     def __init__(self) -> None:
@@ -31,11 +32,11 @@ class Library:
 
     @property
     def refused(self) -> frozenset[tuple[int, int]]:
-        """Outputs and inputs of the weights that it cannot multiply with."""
+        """Shapes (outputs, inputs) of the weights that the library refused."""
         return frozenset(self._refused)
 
     def gemm(self, q_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight) -> torch.Tensor | None:
-        """[M, N] bfloat16; None if the library cannot. M is padded here if it is no multiple of four."""
+        """Return [M, N] bfloat16, or None if the library refuses. Pads M to a multiple of four if necessary."""
         shape = (weight.num_outputs, weight.num_inputs)
         if not _has_blockwise(q_MK.device):
             self._refuse(shape, "torch, CUDA or the device has none")
@@ -45,9 +46,9 @@ class Library:
             return None
         try:
             return _gemm(q_MK, scales_GM, weight)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the device, not of the shape
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # a fault of the device, not of the shape
             raise
-        except (RuntimeError, ValueError) as error:  # what torch and cuBLASLt say of shapes they do not take
+        except (RuntimeError, ValueError) as error:  # how torch and cuBLASLt refuse a shape
             self._refuse(shape, str(error).splitlines()[0])
             return None
 
@@ -90,7 +91,7 @@ def _gemm(q_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight) -> tor
 
 
 def _turned(weight: Fp8Weight) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight as the library reads it: views, made once."""
+    """Return the weight as views in the library's layout, made once."""
     found: tuple[torch.Tensor, torch.Tensor] | None = weight.prepared.get(_turned)
     if found is None:
         scales_BG = weight.scales_BG

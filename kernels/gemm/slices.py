@@ -1,10 +1,10 @@
-"""How many slices a whole inner dimension is cut into with batch-invariant kernels. Arithmetic alone, without torch."""
+"""Number of slices of an inner dimension in batch-invariant kernels. Arithmetic only, without torch."""
 
 import math
 
-MAX_SLICES = 8  # of a whole inner dimension; the most ranks that can share it in invariant numerics
+MAX_SLICES = 8  # also the most ranks that can share an inner dimension in batch-invariant numerics
 
 
 def num_slices(inner_size: int) -> int:
-    """Slices of a whole inner dimension."""
+    """Return the number of slices of a whole inner dimension."""
     return math.gcd(MAX_SLICES, inner_size)

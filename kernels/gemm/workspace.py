@@ -1,6 +1,6 @@
-"""What GEMMs that are split among programs of a launch need beside their operands: counters of splits that are done.
+"""Device memory that split-K GEMMs need besides their operands: counters of finished splits.
 
-Launches that share it must come one after the other: it belongs to a stream.
+Launches that share a workspace must run one after the other, so a workspace belongs to one stream.
 """
 
 import functools
@@ -10,11 +10,11 @@ import torch
 
 from baton.kernels.arguments import require
 
-MAX_TILES: Final = 16_384  # of a launch with splits, each with a counter
+MAX_TILES: Final = 16_384  # of a split-K launch; each tile has a counter
 
 
 class GemmWorkspace:
-    """Counters of splits that have arrived; every launch leaves zeros. Of one stream, and made before its capture."""
+    """Counters of finished splits; every launch leaves them at zero. Belongs to one stream; make it before graph capture."""
 
     def __init__(self, device: torch.device) -> None:
         self.counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
@@ -22,10 +22,10 @@ class GemmWorkspace:
 
 @functools.cache
 def default_workspace(device: torch.device) -> GemmWorkspace:
-    """The one of the stream that computes on a device, for callers that bring none.
+    """Return the device's shared workspace, for callers on its compute stream that bring none.
 
     Raises:
-        KernelArgumentInvalid: it is first asked for while a graph is captured, to which it would belong.
+        KernelArgumentInvalid: the first call happens during graph capture, so the memory would belong to that graph.
     """
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     require(not captured, "workspace", "must be made before a graph is captured: call once before")
