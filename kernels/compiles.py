@@ -1,8 +1,8 @@
-"""How many kernels this process has compiled, or loaded from Triton's cache, and which of them after it began to serve.
+"""Counts kernels that this process has compiled or loaded from Triton's cache, before and after it began to serve.
 
-A kernel that is first launched by a serving step stops all streams of its worker, for seconds where it is compiled and
-for some milliseconds where it is only loaded. So everything is launched once before (`engine.graphs.kernel_warm_up`),
-and what comes after all is a fault: it is counted here, and logged once for each kernel.
+A kernel that a serving step launches for the first time stalls all streams of its worker: for seconds if it is
+compiled, for some milliseconds if it is only loaded. Therefore the warm-up launches everything once
+(`engine.graphs.kernel_warm_up`), and a later compile is a bug: it is counted here, and logged once per kernel.
 """
 
 import logging
@@ -13,11 +13,11 @@ log = logging.getLogger(__name__)
 
 
 class Compiles:
-    """Counts, from any thread.
+    """Counters of compiled kernels; usable from any thread.
 
     Attributes:
-        num_starting: kernels before serving.
-        num_serving: kernels since.
+        num_starting: kernels compiled or loaded before serving.
+        num_serving: kernels compiled or loaded since serving began.
     """
 
     def __init__(self) -> None:
@@ -29,23 +29,23 @@ class Compiles:
 
     @property
     def late(self) -> tuple[str, ...]:
-        """Names of those since, in order."""
+        """Sorted names of kernels compiled or loaded since serving began."""
         with self._lock:
             return tuple(sorted(self._late))
 
     def listen(self) -> None:
-        """Count from now on; again is no harm."""
-        from triton import knobs  # takes half a second, and CPUs do without
+        """Start counting; calling it again is harmless."""
+        from triton import knobs  # the import takes half a second, and CPUs do not need it
 
         knobs.runtime.kernel_load_end_hook.add(self.loaded)
 
     def serve(self) -> None:
-        """From now on a stream waits for each."""
+        """Mark the start of serving: from now on streams wait for each compile."""
         with self._lock:
             self._is_serving = True
 
     def loaded(self, module: Any, function: Any, name: str, metadata_group: Any, hash: str) -> None:
-        """As Triton tells of each binary that has come to a device."""
+        """Count a binary; Triton calls this hook for each one that it loads onto a device."""
         with self._lock:
             if not self._is_serving:
                 self.num_starting += 1

@@ -3,17 +3,19 @@
     C[m, n] = sum over groups g of  scale_A[g, m] * scale_W[n / 128, g] * (A[m, g] . W[n, g])
 
 The tensor cores compute each group's dot product, which is scaled and added in float32. `gemm_fp8` takes quantized
-activations; `linear_fp8` takes bfloat16 and quantizes in the same call, to the same bits. For few rows the operands
-change sides (`swap_ab`); where the table or the rule says so, many rows go to the library's GEMM
-(`kernels.gemm.scaled_mm`). On Hopper few rows may take a form of their own (`kernels.gemm.fp8_hopper_triton`), and one
-or two rows that of `linear_vector`, in which each program quantizes them for itself.
+activations; `linear_fp8` takes bfloat16 activations and quantizes them in the same call, to the same bits.
 
-With `invariant` a row's result depends on that row alone, bit for bit: tile, splits and order are the weight's.
+For few rows the operands may be swapped (`swap_ab`). Where the table or the rule says so, the library computes GEMMs of
+many rows (`kernels.gemm.scaled_mm`). On Hopper few rows may use a kernel of their own
+(`kernels.gemm.fp8_hopper_triton`), and one or two rows that of `linear_vector`, in which each program quantizes the
+rows for itself. With `invariant` a row's result depends on that row alone, bit for bit: tile, splits and order depend
+on the weight only.
 
-Launches that share a `GemmWorkspace` must come one after the other: it belongs to a stream. It refuses shapes that do
-not fit, before anything is launched. Legend: M rows, N outputs, K inputs, G groups of 128 inputs.
+Launches that share a `GemmWorkspace` must run one after the other, so a workspace belongs to one stream. Shapes that do
+not fit are refused before anything is launched.
 
-Source: DeepSeek-V3 (section 3.3) for the scheme; swapping operands for small M as DeepGEMM and cuBLAS do.
+Legend: M rows, N outputs, K inputs, G groups of 128 inputs.
+Source: DeepSeek-V3 (section 3.3) for the scheme; swapping operands for small M as in DeepGEMM and cuBLAS.
 """
 
 import functools
@@ -48,7 +50,7 @@ from baton.kernels.tiles import matmul_rows
 log = logging.getLogger(__name__)
 
 _HOPPER = (9, 0)
-_OLDEST = (8, 9)  # with instructions for float8
+_OLDEST = (8, 9)  # oldest capability with float8 instructions
 
 
 def gemm_fp8(
@@ -64,20 +66,20 @@ def gemm_fp8(
     plan: GemmPlan | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """[M, N] bfloat16 of quantized activations.
+    """Compute [M, N] bfloat16 from quantized activations.
 
     Args:
-        a_MK: float8; rows may be strided.
-        scales_GM: float32 [K / 128, M], as `quantize_fp8` gives them; rows may be strided.
-        weight: what they are multiplied with.
-        out_MN: where the result is put, rows may be strided; None: it is allocated.
+        a_MK: float8 activations; rows may be strided.
+        scales_GM: float32 [K / 128, M], as `quantize_fp8` returns them; rows may be strided.
+        weight: weight of the GEMM.
+        out_MN: output, whose rows may be strided; None: it is allocated.
         swap_ab: "auto": as measured; "on" and "off" force it, "on" only on sm_90.
-        num_sms: programs at most, each of which takes a part of a multiprocessor; None: as many as there are. The form
-            for Hopper cannot be held to it, and is not taken then.
-        invariant: a row's result is independent of the other rows.
-        workspace: of the current stream; None: the device's, which is then used on one stream only.
-        plan: how to compute, for tuning; None: as tuned.
-        implementation: which form computes.
+        num_sms: maximum number of programs, each of which takes a part of a multiprocessor; None: no limit. The Hopper
+            kernel cannot be limited, and is not used then.
+        invariant: whether a row's result must be independent of other rows.
+        workspace: workspace of the current stream; None: the device's, which is then used on one stream only.
+        plan: plan to use, for tuning; None: the tuned one.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit.
@@ -118,19 +120,19 @@ def linear_fp8(
     plan: GemmPlan | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """[M, N] bfloat16 of bfloat16 activations: quantizes, pads and multiplies; bits as of the two calls.
+    """Compute [M, N] bfloat16 from bfloat16 activations: quantize, pad and multiply, to the bits of separate calls.
 
     Args:
-        x_MK: bfloat16; rows may be strided. The reference takes float32, too, and gives it back.
-        weight: as of `gemm_fp8`, as are the other arguments.
-        out_MN: where the result is put.
-        ue8m0: activations' scales are powers of two.
-        swap_ab: whether operands change sides.
-        num_sms: programs at most, of the GEMM.
-        invariant: a row's result is independent of the other rows.
-        workspace: of the current stream.
-        plan: how to compute, for tuning.
-        implementation: which form computes.
+        x_MK: bfloat16 activations; rows may be strided. The reference takes float32, too, and then returns float32.
+        weight: weight; this and the other arguments are as in `gemm_fp8`.
+        out_MN: output.
+        ue8m0: whether the activations' scales are powers of two.
+        swap_ab: whether operands are swapped.
+        num_sms: maximum number of programs of the GEMM.
+        invariant: whether a row's result must be independent of other rows.
+        workspace: workspace of the current stream.
+        plan: plan to use, for tuning.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit.
@@ -180,7 +182,7 @@ def gemm_fp8_reference(
     invariant: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """What `gemm_fp8` computes, in torch: the product of what the values stand for, in float32, then rounded."""
+    """Compute `gemm_fp8` in torch: dequantize both operands, multiply in float32, then round."""
     wide_MK, weight_NK = dequantize_fp8(a_MK, scales_GM), weight.dequantize()
     out_MN = matmul_rows(wide_MK, weight_NK) if invariant else wide_MK @ weight_NK.t()
     return out_MN.to(out_dtype)
@@ -188,12 +190,12 @@ def gemm_fp8_reference(
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a GEMM that was checked is computed.
+    """How a checked GEMM is computed.
 
     Attributes:
-        is_empty: nothing is.
-        in_triton: not by torch's reference.
-        plan: of the launch; None: the library's GEMM.
+        is_empty: whether there is nothing to compute.
+        in_triton: whether a GPU kernel computes it, not torch's reference.
+        plan: plan of the launch; None: the library's GEMM.
     """
 
     is_empty: bool
@@ -216,7 +218,7 @@ def _way(
     implementation: Implementation,
     can_tma: bool,
 ) -> _Way:
-    """By sizes, device and what the caller wants; the rest of the checks."""
+    """Finish the checks, and choose how to compute from sizes, device and the caller's arguments."""
     device = weight.values_NK.device
     if num_rows == 0 or not _uses_triton(device, implementation):
         return _Way(num_rows == 0, False, None)
@@ -233,7 +235,7 @@ def _way(
 
 
 def _is_warp_specialized(plan: GemmPlan, num_rows: int, weight: Fp8Weight, num_sms: int | None, can_tma: bool) -> bool:
-    """Whether a plan with workers can be carried out here."""
+    """Return whether a plan with workers can run here."""
     num_counters = gemm_fp8_hopper_triton.num_counters(plan, num_rows, weight.num_outputs)
     return can_tma and num_sms is None and num_counters <= MAX_TILES
 
@@ -241,7 +243,7 @@ def _is_warp_specialized(plan: GemmPlan, num_rows: int, weight: Fp8Weight, num_s
 def _check_others(
     out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight, num_sms: int | None, swap_ab: SwapAB | str
 ) -> None:
-    """What both functions take beside activations."""
+    """Check the arguments that both functions take besides activations."""
     require(num_sms is None or num_sms > 0, "num_sms", f"is {num_sms}, not positive")
     names = [item.value for item in SwapAB]
     is_known = isinstance(swap_ab, SwapAB) or swap_ab in names
@@ -253,14 +255,14 @@ def _check_others(
 
 
 def _out(out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight) -> torch.Tensor:
-    """The output that was given, or a new one."""
+    """Return the output that was given, or allocate one."""
     if out_MN is not None:
         return out_MN
     return torch.empty(num_rows, weight.num_outputs, dtype=torch.bfloat16, device=weight.values_NK.device)
 
 
 def _check_plan(plan: GemmPlan, weight: Fp8Weight) -> None:
-    """That the plan that was given computes all of K."""
+    """Check that a plan given by the caller covers all of K."""
     num_groups = weight.num_inputs // GROUP_LEN
     is_step = plan.groups in ((1, 2, 4) if plan.copied else (1, 2))
     divides = is_step and num_groups % plan.groups == 0 and plan.splits <= num_groups // plan.groups
@@ -273,12 +275,12 @@ def _check_plan(plan: GemmPlan, weight: Fp8Weight) -> None:
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU; that of Hopper for the interpreter, which has none."""
+    """Compute capability of a GPU; that of Hopper for the interpreter, which has no GPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else _HOPPER
 
 
 def _uses_triton(device: torch.device, implementation: Implementation) -> bool:
-    """Left open, GPUs too old for float8 compute the reference."""
+    """Return whether Triton computes; with AUTO, GPUs too old for float8 use the reference."""
     if implementation is Implementation.AUTO and device.type == "cuda" and _capability(device) < _OLDEST:
         return False
     return uses_triton(device, implementation)
@@ -293,7 +295,7 @@ def _chosen(
     invariant: bool,
     can_tma: bool,
 ) -> GemmPlan | None:
-    """The plan; None: the library's GEMM, which can be neither capped nor invariant."""
+    """Choose the plan; None: the library's GEMM, which can be neither limited to `num_sms` nor batch-invariant."""
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
     device = weight.values_NK.device
     can_swap = _capability(device)[0] == _HOPPER[0]
@@ -331,7 +333,7 @@ def _tell_of_rule(num_outputs: int, num_inputs: int) -> None:
 
 
 def _own(a_MK: torch.Tensor, num_rows: int, weight: Fp8Weight) -> GemmPlan:
-    """The plan where the library refused."""
+    """Plan for a GEMM that the library refused."""
     N, K = weight.num_outputs, weight.num_inputs
     can_tma = gemm_fp8_hopper_triton.fits(weight, a_MK)
     if can_tma:
@@ -351,7 +353,7 @@ def _multiplied(
     num_sms: int | None,
     workspace: GemmWorkspace | None,
 ) -> torch.Tensor:
-    """Of quantized rows, which may be more than those wanted: what is padded is not stored, or cut off."""
+    """Multiply quantized rows; rows beyond `num_rows` are padding, and are not stored or are cut off."""
     if plan is None:
         gemm_MN = LIBRARY.gemm(a_MK, scales_GM, weight)
         if gemm_MN is not None:

@@ -1,6 +1,6 @@
-"""What a float8 GEMM takes on Hopper, predicted: a model of the machine that plans shapes which no table has.
+"""Predicts the time of float8 GEMMs on Hopper: a cost model that plans shapes which no table has.
 
-The time of a launch is a sum of what it does, each times a cost of its tile that was measured once
+The predicted time of a launch is a sum of amounts of work, each times a cost per tile that was fitted once
 (`kernels/tuned/gemm_fp8_cost.json`, from `scripts/fit_gemm_cost.py`):
 
     start    1
@@ -12,8 +12,8 @@ The time of a launch is a sum of what it does, each times a cost of its tile tha
     split    1 if columns are split
     joined   time to write the sums of splits
 
-The library's GEMMs are predicted alike, from tiles of 128 x 128. Pure: no tensors, no GPU. Legend: M rows, N
-outputs, K inputs.
+The library's GEMMs are predicted likewise, from tiles of 128 x 128. Pure functions: no tensors, no GPU. Legend: M rows,
+N outputs, K inputs.
 """
 
 import functools
@@ -26,8 +26,8 @@ GROUP_LEN = 128
 SPLITS = (1, 2, 3, 4, 6, 8, 12)
 _MIN_GROUPS = 3  # of a split
 _MAX_PROGRAMS = 300  # of a GEMM that is split
-_FEW_ROWS = 16  # up to here only the smallest tile is worth a thought
-_MID_ROWS = 64  # from more than a few rows on, tiles of as many are
+_FEW_ROWS = 16  # up to here only the smallest tile is considered
+_MID_ROWS = 64  # beyond that, tiles of at least this many rows are considered
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Machine:
     """A Hopper GPU.
 
     Attributes:
-        num_sms: multiprocessors.
-        bandwidth: of its memory, in bytes a microsecond.
+        num_sms: number of multiprocessors.
+        bandwidth: memory bandwidth in bytes per microsecond.
     """
 
     num_sms: int
@@ -49,7 +49,7 @@ H200 = Machine(132, 4.8e6)
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One form of program of `kernels.gemm.fp8_hopper_triton`, as in `kernels.gemm.fp8_plan.GemmPlan`."""
+    """Configuration of a program of `kernels.gemm.fp8_hopper_triton`; fields as in `kernels.gemm.fp8_plan.GemmPlan`."""
 
     swap: bool
     BM: int
@@ -61,12 +61,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class TileCost:
-    """A tile and the costs of what its programs do, in microseconds or as factors of a time.
+    """A tile with its fitted costs, in microseconds or as factors of a time.
 
     Attributes:
-        tile: the form.
-        num_at_once: its programs that a multiprocessor has place for.
-        max_rows: that it was measured with; None: any number.
+        tile: configuration of a program.
+        num_at_once: number of programs that fit on a multiprocessor.
+        max_rows: most rows that it was measured with; None: any number.
         costs: start, group, shared, round, bytes, reread, split, joined.
     """
 
@@ -76,7 +76,7 @@ class TileCost:
     costs: tuple[float, ...]
 
     def splits(self, M: int, N: int, K: int, machine: Machine) -> Iterator[int]:
-        """Numbers of splits to compare; one where a second program has place beside the first."""
+        """Numbers of splits to compare; only 1 where a second program fits on the multiprocessor."""
         yield 1
         num_tiles = -(-M // self.tile.BM) * -(-N // self.tile.BN)
         if self.num_at_once > 1 or num_tiles >= machine.num_sms:
@@ -86,13 +86,13 @@ class TileCost:
                 yield splits
 
     def is_for(self, M: int) -> bool:
-        """Whether it was measured with so many rows, and does not compute many in vain."""
+        """Return whether the tile was measured with `M` rows and would not waste much work on padding."""
         most = _FEW_ROWS if M <= _FEW_ROWS else max(M, _MID_ROWS)
         return self.tile.BM <= most and (self.max_rows is None or M <= self.max_rows)
 
 
 def work_of(tile: Tile, num_at_once: int, splits: int, M: int, N: int, K: int, machine: Machine) -> tuple[float, ...]:
-    """What a launch does, in the order of `TileCost.costs`."""
+    """Amounts of work of a launch, in the order of `TileCost.costs`."""
     tiles_high = -(-M // tile.BM)
     num_programs = tiles_high * -(-N // tile.BN) * splits
     num_groups = -(-(K // GROUP_LEN) // splits)
@@ -111,7 +111,7 @@ def work_of(tile: Tile, num_at_once: int, splits: int, M: int, N: int, K: int, m
 
 
 def library_work_of(M: int, N: int, K: int, machine: Machine) -> tuple[float, ...]:
-    """What the library does: start, groups of rounds, rounds, bytes, and groups of the whole GEMM."""
+    """Amounts of work of the library's GEMM: start, groups x rounds, rounds, bytes, and groups of the whole GEMM."""
     tiles_high = -(-M // 128)
     rounds = -(-tiles_high * -(-N // 128) // machine.num_sms)
     num_groups = K // GROUP_LEN
@@ -126,11 +126,11 @@ def library_work_of(M: int, N: int, K: int, machine: Machine) -> tuple[float, ..
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All that was fitted.
+    """All fitted costs.
 
     Attributes:
-        tiles: the forms of program, and what they cost.
-        library: in the order of `library_work_of`.
+        tiles: tiles with their costs.
+        library: costs of the library, in the order of `library_work_of`.
     """
 
     tiles: tuple[TileCost, ...]
@@ -143,7 +143,7 @@ def _sum(costs: tuple[float, ...], work: tuple[float, ...]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A tile, its splits and the time of a launch in microseconds."""
+    """A tile, its number of splits, and the predicted time of the launch in microseconds."""
 
     tile: Tile
     splits: int
@@ -151,18 +151,18 @@ class Prediction:
 
 
 def library_us(M: int, N: int, K: int, machine: Machine) -> float:
-    """Time of the library's GEMM in microseconds."""
+    """Predicted time of the library's GEMM in microseconds."""
     return _sum(fitted().library, library_work_of(M, N, K, machine))
 
 
 def best(M: int, N: int, K: int, machine: Machine) -> Prediction:
-    """The fastest tile by prediction.
+    """Return the tile and number of splits with the shortest predicted time.
 
     Args:
         M: rows of the activations, positive.
         N: outputs, positive.
         K: inputs, a multiple of 128.
-        machine: the GPU.
+        machine: GPU.
     """
     found: Prediction | None = None
     for cost in fitted().tiles:
@@ -178,7 +178,7 @@ def best(M: int, N: int, K: int, machine: Machine) -> Prediction:
 
 @functools.cache
 def fitted() -> Costs:
-    """The committed costs."""
+    """Load the committed costs."""
     read = json.loads((resources.files("baton.kernels") / "tuned" / "gemm_fp8_cost.json").read_text())
     tiles = tuple(
         TileCost(Tile(**row["tile"]), row["num_at_once"], row["max_rows"], tuple(row["costs"])) for row in read["tiles"]

@@ -1,10 +1,10 @@
-"""How a float8 GEMM is computed at a shape: which operand is which side, tiles, splits. Tuned, else predicted; pure.
+"""Plans a float8 GEMM for a shape: operand sides, tiles and splits, tuned or else predicted. Pure functions.
 
-Two tables of `kernels.tuning`: "gemm_fp8" for quantized activations and "linear_fp8" for those that are quantized in
-the same call. A row is the fields of a `GemmPlan`, or `{"library": true}` where cuBLASLt is faster. Shapes and sizes
-that no table has are planned on Hopper by `kernels.gemm.fp8_cost`, elsewhere by `rule`. Before all that, one or two
-rows and a small weight are computed by vectors (`kernels.gemm.vector_plan`). Plans change at powers of two of the rows
-only, so that a warm-up that meets each of these meets all plans.
+There are two tables of `kernels.tuning`: "gemm_fp8" for quantized activations, and "linear_fp8" for activations that
+are quantized in the same call. A row holds the fields of a `GemmPlan`, or `{"library": true}` where cuBLASLt is faster.
+Shapes and sizes that no table has are planned by `kernels.gemm.fp8_cost` on Hopper and by `rule` elsewhere. Before all
+that, one or two rows with a small weight are computed without tensor cores (`kernels.gemm.vector_plan`). Plans change
+only at powers of two of the rows, so a warm-up that covers each power covers all plans.
 """
 
 import functools
@@ -22,15 +22,15 @@ from baton.kernels.tuning import find
 
 GROUP_LEN = 128
 TABLES = ("gemm_fp8", "linear_fp8")
-SIZES = (8, 16, 32, 64, 128, 1024, 4096)  # rows that are tuned for
-FEW_ROWS = 128  # up to here both tables are tuned, beyond it only that of the GEMM
-_NUM_PROGRAMS = 264  # two for each multiprocessor of an H200
-_MIN_STEPS = 4  # groups of 128 columns of a split
+SIZES = (8, 16, 32, 64, 128, 1024, 4096)  # tuned numbers of rows
+FEW_ROWS = 128  # up to here both tables are tuned, beyond it only "gemm_fp8"
+_NUM_PROGRAMS = 264  # two per multiprocessor of an H200
+_MIN_STEPS = 4  # of 128 columns, in a split
 _MAX_SPLITS = 16
 
 
 class SwapAB(Enum):
-    """Whether rows of the weight take the side of the tensor cores that has at least 64."""
+    """Whether rows of the weight take the M side of the tensor cores' tiles, which has at least 64 rows."""
 
     AUTO = "auto"  # as measured
     ON = "on"
@@ -39,25 +39,26 @@ class SwapAB(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmPlan:
-    """One way to compute.
+    """How to compute a GEMM.
 
     Attributes:
-        swap: whether the weight's rows are the rows of the tensor cores' tiles.
+        swap: whether the weight's rows take the M side of the tensor cores' tiles.
         BM: tokens of a tile.
-        BN: rows of the weight of a tile, 32, 64 or 128; with swapped operands also 16.
-        groups: of 128 columns in a step, 1 or 2, or 4 if scales are copied; must divide those of K.
-        stages: steps under way at once.
-        warps: of a program.
-        copied: whether scales pass through shared memory as tiles do, many steps ahead, or are loaded when needed.
-        splits: parts that the columns are cut into.
-        tma: whether the weight is read by the copy engine of a multiprocessor (descriptors).
-        fused: whether activations in bfloat16 are quantized as they are loaded, not by a launch of its own.
-        pdl: whether the GEMM's programs start before the launch before it has ended.
-        workers: warpgroups that multiply while other warps copy (`kernels.gemm.fp8_hopper_triton`), 1 or 2; 0: all
-            warps do everything.
+        BN: rows of the weight in a tile, 32, 64 or 128; with swapped operands also 16.
+        groups: groups of 128 columns in a step, 1 or 2, or 4 if scales are copied; must divide the number of groups in
+            K.
+        stages: steps in flight at once.
+        warps: warps of a program.
+        copied: whether scales pass through shared memory like tiles, many steps ahead, or are loaded when needed.
+        splits: parts that the columns are cut into (split-K).
+        tma: whether the weight is read by TMA descriptors.
+        fused: whether bfloat16 activations are quantized as they are loaded, not by a separate launch.
+        pdl: whether the GEMM's programs start before the previous launch has ended (programmatic dependent launch).
+        workers: warpgroups that multiply while other warps copy (`kernels.gemm.fp8_hopper_triton`), 1 or 2; 0: no warp
+            specialization.
         depth: groups that a worker has in the tensor cores at once.
-        vector: one or two rows, quantized as they are loaded, without tensor cores (`kernels.gemm.linear_vector`);
-            the other fields say nothing.
+        vector: whether one or two rows, quantized as they are loaded, are computed without tensor cores
+            (`kernels.gemm.linear`); the other fields are then ignored.
     """
 
     swap: bool = True
@@ -76,21 +77,21 @@ class GemmPlan:
     vector: bool = False
 
     def row(self) -> dict[str, Any]:
-        """As it stands in a table."""
+        """The plan as a row of a table."""
         return asdict(self)
 
 
-INVARIANT_TILE = 64  # tokens; the smallest power of two that costs no more than the narrower ones at any batch
+INVARIANT_TILE = 64  # tokens; the smallest power of two that is at no batch size slower than narrower tiles
 
 
 def splits_of(num_outputs: int, num_inputs: int, BN: int, num_row_tiles: int = 1) -> int:
-    """Splits that give every multiprocessor something to read, none of them too short to be worth its sum."""
+    """Number of splits that gives every multiprocessor something to read, with no split too short to pay for its sum."""
     num_tiles = -(-num_outputs // BN) * num_row_tiles
     return max(1, min(_NUM_PROGRAMS // num_tiles, num_inputs // 128 // _MIN_STEPS, _MAX_SPLITS))
 
 
 def rule(num_rows: int, num_outputs: int, num_inputs: int, *, swap: bool) -> GemmPlan:
-    """What is used where nothing was tuned and nothing can be predicted."""
+    """Plan for shapes that were not tuned and cannot be predicted."""
     if not swap:
         BM = 64 if num_rows <= 64 else 128
         splits = splits_of(num_outputs, num_inputs, 128, -(-num_rows // BM))
@@ -103,18 +104,18 @@ def rule(num_rows: int, num_outputs: int, num_inputs: int, *, swap: bool) -> Gem
 
 
 def invariant_plan(num_outputs: int, num_inputs: int) -> GemmPlan:
-    """One for every number of rows: tile, splits and order are the weight's alone."""
+    """One plan for any number of rows: tile, splits and order depend on the weight only."""
     splits = splits_of(num_outputs, num_inputs, 64)
     return GemmPlan(BM=INVARIANT_TILE, BN=64, stages=5, warps=4, splits=splits)
 
 
 def size_of(num_rows: int) -> int:
-    """The number of rows that stands for these: the next power of two, from 8 on."""
+    """Round the number of rows up to the size that represents it: the next power of two, from 8 on."""
     return max(SIZES[0], 1 << (num_rows - 1).bit_length())
 
 
 def _row(table: str, num_rows: int, shape: str, device_index: int | None) -> Mapping[str, Any] | None:
-    """The row of a table; what was tuned for few rows says nothing of many."""
+    """Find a row of a table; beyond few rows, only rows of "gemm_fp8" that were tuned for many rows count."""
     size = size_of(num_rows)
     if size not in SIZES:
         return None
@@ -126,7 +127,7 @@ def _row(table: str, num_rows: int, shape: str, device_index: int | None) -> Map
 
 @functools.cache
 def machine_of(device_index: int | None) -> Machine:
-    """What is known of a GPU; that of the tables where there is none."""
+    """Describe a GPU; without one, the GPU that the tables are for."""
     if device_index is None:
         return fp8_cost.H200
     about = torch.cuda.get_device_properties(device_index)
@@ -136,13 +137,13 @@ def machine_of(device_index: int | None) -> Machine:
 
 @functools.lru_cache(maxsize=4096)
 def predicted_plan(size: int, num_outputs: int, num_inputs: int, machine: Machine) -> tuple[GemmPlan, bool]:
-    """The best plan of Baton's own on Hopper by prediction, and whether the library's GEMM takes less.
+    """Return Baton's best plan on Hopper by prediction, and whether the library's GEMM is predicted to be faster.
 
     Args:
-        size: as `size_of` gives it.
+        size: number of rows as `size_of` returns it.
         num_outputs: N.
         num_inputs: K.
-        machine: the GPU.
+        machine: GPU.
     """
     found = fp8_cost.best(size, num_outputs, num_inputs, machine)
     plan = GemmPlan(**asdict(found.tile), splits=found.splits)
@@ -159,19 +160,19 @@ def plan_of(
     can_swap: bool,
     device_index: int | None,
 ) -> GemmPlan | None:
-    """The plan for a shape; None: the library's GEMM.
+    """Return the plan for a shape; None: the library's GEMM.
 
     Args:
         table: "gemm_fp8" or "linear_fp8".
-        num_rows: of the activations.
+        num_rows: rows of the activations.
         num_outputs: N.
         num_inputs: K.
-        swap_ab: what the caller wants.
-        can_swap: whether the device gains by it.
-        device_index: of the GPU, whose table is asked.
+        swap_ab: choice of the caller.
+        can_swap: whether the device benefits from swapping.
+        device_index: GPU whose table is used.
 
     Raises:
-        KernelArgumentInvalid: it shall be swapped and cannot.
+        KernelArgumentInvalid: swapping is requested, and the device cannot swap.
     """
     require(can_swap or swap_ab is not SwapAB.ON, "swap_ab", "is on, but the device has no instructions for it (sm_90)")
     if swap_ab is SwapAB.AUTO and can_swap and table == "linear_fp8":

@@ -1,8 +1,9 @@
 """A weight in float8 (e4m3) with a float32 scale for each block of 128 x 128, as `gemm_fp8` reads it.
 
 It is made once, when a model is loaded: from a weight of a wider dtype (`quantize_weight`), or from a checkpoint that
-is quantized already (`Fp8Weight.of`). Scales are stored with rows padded to a multiple of four, which cuBLASLt wants.
-Legend: N rows (outputs), K columns (inputs), B blocks of rows, G of columns.
+is already quantized (`Fp8Weight.of`). Rows of scales are padded to a multiple of four, as cuBLASLt requires.
+
+Legend: N rows (outputs), K columns (inputs), B blocks of rows, G blocks of columns.
 """
 
 from dataclasses import dataclass, field
@@ -15,17 +16,17 @@ from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, quantize_groups
 
 BLOCK_LEN = GROUP_LEN
 _SCALE_PAD = 4
-_ROWS_AT_ONCE = 32 * BLOCK_LEN  # of a weight, widened to float32
+_ROWS_AT_ONCE = 32 * BLOCK_LEN  # rows of a weight that are widened to float32 at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Weight:
-    """Values and scales, which `of` and `quantize_weight` have checked.
+    """Values and scales, checked by `of` or `quantize_weight`.
 
     Attributes:
         values_NK: float8, contiguous.
         scales_BG: float32 [ceil(N / 128), K / 128], a view of rows whose length is a multiple of four.
-        prepared: what GEMMs made of it once, views and descriptors, by their own names.
+        prepared: views and descriptors that GEMMs make of the weight once, each under a key of its own.
     """
 
     values_NK: torch.Tensor
@@ -34,7 +35,7 @@ class Fp8Weight:
 
     @staticmethod
     def of(values_NK: torch.Tensor, scales_BG: torch.Tensor) -> "Fp8Weight":
-        """The weight that a checkpoint holds: the product of each value and its block's scale.
+        """Wrap a checkpoint's weight, each of whose values stands for itself times its block's scale.
 
         Raises:
             KernelArgumentInvalid: a shape or a dtype does not fit.
@@ -63,17 +64,17 @@ class Fp8Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Of values and scales."""
+        """Bytes of values and scales."""
         return self.values_NK.numel() + 4 * self.scales_BG.stride(0) * self.scales_BG.shape[0]
 
     def dequantize(self) -> torch.Tensor:
-        """Float32 [N, K]."""
+        """Return the weight as float32 [N, K]."""
         scales_NG = self.scales_BG.repeat_interleave(BLOCK_LEN, dim=0)[: self.num_outputs]
         return self.values_NK.to(torch.float32) * scales_NG.repeat_interleave(GROUP_LEN, dim=1)
 
 
 def quantize_weight(weight_NK: torch.Tensor) -> Fp8Weight:
-    """A weight in float8, each block of 128 x 128 scaled by its largest element; N may be any, K a multiple of 128.
+    """Quantize a weight to float8, scaling each 128 x 128 block by its largest element; K must be a multiple of 128.
 
     Raises:
         KernelArgumentInvalid: the shape or the dtype does not fit.

@@ -1,4 +1,4 @@
-"""Linear layers: y = x W^T, no bias. Legend: T rows, K inputs, N outputs."""
+"""Linear layers without bias: y = x W^T. Legend: T rows, K inputs, N outputs."""
 
 import math
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from baton.kernels.gemm.workspace import GemmWorkspace, default_workspace
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.tiles import matmul_rows, matmul_slices, wide_dtype
 
-MAX_OWN_ROWS = linear_split_triton.MAX_TOKENS  # of `linear_fast`: the library has those with more
-_OWN_SLICES = 2  # of a GEMM whose inner dimension no ranks share: so that few outputs occupy a GPU
+MAX_OWN_ROWS = linear_split_triton.MAX_TOKENS  # of `linear_fast`; the library computes GEMMs of more rows
+_OWN_SLICES = 2  # for an inner dimension that no ranks share, so that few outputs fill a GPU
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _REFERENCE_DTYPES = (*_KERNEL_DTYPES, torch.float32, torch.float64)
 _WARP_OUTPUTS = 16
-_ALIGNED = 16  # bytes: what has memory on its way takes no less
+_ALIGNED = 16  # bytes: the smallest access of asynchronous copies
 
 
 def linear_ordered(
@@ -31,15 +31,15 @@ def linear_ordered(
     options: Mapping[str, Any] | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """X W^T, [T, N]: a row and an output depend on themselves alone, bit for bit.
+    """Compute X W^T, [T, N], so that each element depends on its own row and output only, bit for bit.
 
     Args:
         x_TK: bfloat16 or float16 (the reference takes float32 and float64, too); rows may be strided.
-        weight_NK: of the same dtype, rows contiguous.
-        num_slices: 1, 2, 4 or 8, a divisor of K; None: 2 if K is even.
-        out_dtype: x's, or float32 where further slices are to be added.
-        options: of the launch, as in the tuned table; they change no bit.
-        implementation: which form computes.
+        weight_NK: same dtype, rows contiguous.
+        num_slices: 1, 2, 4 or 8, a divisor of K; None: 2 if K is even, else 1.
+        out_dtype: dtype of x, or float32 where further slices are to be added.
+        options: launch options in the tuned table's format; they change no bit.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; nothing was launched.
@@ -64,7 +64,7 @@ def linear_ordered(
 
 
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """The library's GEMM, [T, N] in the dtype of both operands."""
+    """Compute the library's GEMM, [T, N] in the dtype of both operands."""
     return functional.linear(x_TK, weight_NK)
 
 
@@ -75,16 +75,16 @@ def linear_split(
     workspace: GemmWorkspace | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """X W^T of few rows with a weight of few outputs, [T, N] in the dtype of both.
+    """Compute X W^T of few rows and few outputs by split-K, [T, N] in the dtype of both operands.
 
     The inner dimension is split among programs of one launch; parts are added in float32, in one order, and rounded
-    once. For GEMMs that take as long as reading the weight, and whose weight is too small for the library's tiles.
+    once. This is for GEMMs that are bound by reading the weight, and whose weight is too small for the library's tiles.
 
     Args:
         x_TK: bfloat16 or float16, T at most 32; rows may be strided. The reference takes any T, float32 and float64.
-        weight_NK: of the same dtype, N at most 4,096, K a multiple of 128; rows contiguous, on multiples of 16 bytes.
-        workspace: of the current stream; None: the device's, which is then used on one stream only.
-        implementation: which form computes.
+        weight_NK: same dtype, N at most 4,096, K a multiple of 128; rows contiguous, at multiples of 16 bytes.
+        workspace: workspace of the current stream; None: the device's, which is then used on one stream only.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; nothing was launched.
@@ -107,14 +107,14 @@ def linear_split(
 def linear_vector(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: Implementation = Implementation.AUTO
 ) -> torch.Tensor:
-    """X W^T of one or two rows, [T, N] in the dtype of both: added in float32, rounded once.
+    """Compute X W^T of one or two rows, [T, N] in the dtype of both operands: added in float32, rounded once.
 
-    For GEMMs that take as long as reading the weight: it is read row by row, and multiplied without tensor cores.
+    This is for GEMMs that are bound by reading the weight: the kernel reads it row by row, without tensor cores.
 
     Args:
         x_TK: bfloat16 or float16, T at most 2; rows may be strided. The reference takes any T, float32 and float64.
-        weight_NK: of the same dtype, K a multiple of 128 and at most 8,192; rows contiguous, on multiples of 16 bytes.
-        implementation: which form computes.
+        weight_NK: same dtype, K a multiple of 128 and at most 8,192; rows contiguous, at multiples of 16 bytes.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; nothing was launched.
@@ -133,7 +133,7 @@ def linear_vector(
 
 
 def linear_fast(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: Implementation) -> torch.Tensor:
-    """`linear_vector` or `linear_split` wherever it can be had and takes less than the library's GEMM; else that."""
+    """Compute X W^T by `linear_vector` or `linear_split` where these apply and are faster, else by the library's GEMM."""
     (num_tokens, num_inputs), num_outputs = x_TK.shape, len(weight_NK)
     if x_TK.dtype in _KERNEL_DTYPES and num_inputs % linear_split_triton.STEP == 0 and _is_aligned(weight_NK):
         if vector_plan.is_quicker(num_tokens, num_outputs, num_inputs, is_fp8=False):
@@ -144,7 +144,7 @@ def linear_fast(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: 
 
 
 def _require_operands(x_TK: torch.Tensor, weight_NK: torch.Tensor, implementation: Implementation) -> bool:
-    """Whether Triton computes their GEMM."""
+    """Check the operands, and return whether Triton computes their GEMM."""
     with_triton = uses_triton(x_TK.device, implementation)
     require_tensor("x_TK", x_TK, (None, None), _KERNEL_DTYPES if with_triton else _REFERENCE_DTYPES)
     require_rows("x_TK", x_TK)
@@ -159,5 +159,5 @@ def _is_aligned(weight_NK: torch.Tensor) -> bool:
 
 
 def linear_invariant(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """The same, each row independent of the rows beside it (`kernels.tiles`)."""
+    """Compute X W^T so that each row is independent of other rows (`kernels.tiles`)."""
     return matmul_rows(x_TK, weight_NK)

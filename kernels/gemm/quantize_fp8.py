@@ -1,12 +1,13 @@
 """Quantization of activations to float8 (e4m3) per row and group of 128 columns.
 
-A group's scale is max(|x|, 1e-10) / 448, so that its largest element becomes the largest float8; elements are divided
-by it (multiplied by its reciprocal), rounded to nearest even and saturated. Scales lie K-major, [K / 128, T], as the
-GEMMs that read them want. A NaN stays one and does not scale its neighbours; an infinity makes its group NaN once
-it is scaled back; a group of zeros gets a tiny scale. Rows that only pad are zeros with scale 1: 0 times it is 0.
+A group's scale is max(|x|, 1e-10) / 448, so that its largest element becomes the largest float8. Elements are divided
+by the scale (multiplied by its reciprocal), rounded to nearest even and saturated. Scales are stored K-major, [K / 128,
+T], as the GEMMs that read them require.
 
-It refuses a K that is no multiple of 128. Legend: T rows, K columns, G groups.
+Special values: a NaN stays NaN and does not affect the scale of its group; an infinity makes its group NaN once it is
+dequantized; a group of zeros gets a tiny scale. Padding rows are zeros with scale 1. K must be a multiple of 128.
 
+Legend: T rows, K columns, G groups.
 Source: the 1 x 128 scheme of DeepSeek-V3 (section 3.3); e8m0 scales as in OCP's microscaling formats.
 """
 
@@ -19,7 +20,7 @@ from baton.kernels.implementation import Implementation, uses_triton
 DTYPE = torch.float8_e4m3fn
 GROUP_LEN = 128
 LARGEST = 448.0
-TINIEST = 1e-10  # of a group's largest element
+TINIEST = 1e-10  # lower bound of a group's largest element
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -30,13 +31,13 @@ def quantize_fp8(
     pad_to: int = 1,
     implementation: Implementation = Implementation.AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float8 values [T', K] and float32 scales [K / 128, T'], the same bits in both implementations.
+    """Quantize to float8 values [T', K] and float32 scales [K / 128, T'], the same bits in both implementations.
 
     Args:
-        x_TK: bfloat16, float16 or float32; rows may be strided, columns not.
-        ue8m0: scales are rounded up to powers of two.
+        x_TK: bfloat16, float16 or float32; rows may be strided, columns must be contiguous.
+        ue8m0: whether scales are rounded up to powers of two.
         pad_to: T' is T rounded up to a multiple of it.
-        implementation: which form computes.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit.
@@ -51,7 +52,7 @@ def quantize_fp8(
 
 
 def quantize_unchecked(x_TK: torch.Tensor, *, ue8m0: bool, pad_to: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """By Triton, for callers that have checked the arguments."""
+    """Quantize with Triton, for callers that have checked the arguments."""
     num_rows, K = x_TK.shape
     num_padded = -(-num_rows // pad_to) * pad_to
     q_TK = torch.empty(num_padded, K, dtype=DTYPE, device=x_TK.device)
@@ -64,7 +65,7 @@ def quantize_unchecked(x_TK: torch.Tensor, *, ue8m0: bool, pad_to: int) -> tuple
 def quantize_fp8_reference(
     x_TK: torch.Tensor, *, ue8m0: bool = False, num_padded: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `quantize_fp8` computes, in torch; rows beyond those of `x_TK`, up to `num_padded`, only pad."""
+    """Compute `quantize_fp8` in torch; rows beyond those of `x_TK`, up to `num_padded`, are padding."""
     num_rows, K = x_TK.shape
     x_TGL = x_TK.to(torch.float32).reshape(num_rows, K // GROUP_LEN, GROUP_LEN)
     q_TGL, scales_TG = quantize_groups(x_TGL, (2,), ue8m0=ue8m0)
@@ -79,19 +80,19 @@ def quantize_fp8_reference(
 def quantize_groups(
     x: torch.Tensor, dims: tuple[int, ...], *, ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float8 of float32 `x`, and the scales of its groups, which extend over `dims`; without those dimensions."""
+    """Quantize float32 `x` in groups that span `dims` -> float8 values, and scales without those dimensions."""
     largest = torch.where(x.isnan(), 0.0, x.abs()).amax(dims, keepdim=True)
     scales = largest.clamp(min=TINIEST) * (1.0 / LARGEST)
     if ue8m0:
         scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     scaled = x * (1.0 / scales)
-    # Not every version of torch saturates.
+    # Clamp first: not every version of torch saturates.
     q = torch.where(scaled.isnan(), scaled, scaled.clamp(-LARGEST, LARGEST)).to(DTYPE)
     return q, scales.squeeze(dims)
 
 
 def dequantize_fp8(q_TK: torch.Tensor, scales_GT: torch.Tensor) -> torch.Tensor:
-    """Float32 [T, K] that the values and scales stand for."""
+    """Multiply values by their scales, float32 [T, K]."""
     num_rows, K = q_TK.shape
     wide_TGL = q_TK.to(torch.float32).reshape(num_rows, K // GROUP_LEN, GROUP_LEN)
     return (wide_TGL * scales_GT.t()[:, :, None]).reshape(num_rows, K)

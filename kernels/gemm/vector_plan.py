@@ -1,6 +1,6 @@
-"""Decides which GEMMs are computed row by row of the weight, without tensor cores, and with which tiles. Pure functions.
+"""Decides which GEMMs are computed row by row of the weight, without tensor cores, and with which tiles.
 
-Measured on an H200, behind a norm, on shapes of models and on random shapes
+Pure functions. Measured on an H200, behind a norm, on shapes of models and on random shapes
 (`benchmarks/results/linear-vector-h200.json`): one token with a bfloat16 weight takes 0.43 to 1.03 of the time of the
 GEMM used before. With a float8 weight each program quantizes the token itself, which pays for small weights only.
 """

@@ -14,7 +14,7 @@ MAX_TILES: Final = 16_384  # of a split-K launch; each tile has a counter
 
 
 class GemmWorkspace:
-    """Counters of finished splits; every launch leaves them at zero. Belongs to one stream; make it before graph capture."""
+    """Counters of finished splits, left at zero by every launch; for one stream, and made before its capture."""
 
     def __init__(self, device: torch.device) -> None:
         self.counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)

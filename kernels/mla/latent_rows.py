@@ -1,19 +1,19 @@
-"""Multi-head latent attention over rows of a paged pool, in two forms that are equal but for rounding.
+"""Multi-head latent attention over rows of a paged pool, in two forms that are equal except for rounding.
 
-A position keeps one row for all heads: its latent, normalised, and the part of a key that its position turned.
-*Expanded*, as the model is defined: of every row, keys and values of each head are made, and heads attend to them.
-*Absorbed*: what makes keys of latents is multiplied into the queries, what makes values of them into the outputs, so
-heads attend to the rows as they lie (`kernels.attention`, with one KV head that is its own value).
+A position stores one row for all heads: its normalised latent, and the key columns that RoPE has rotated. *Expanded*,
+as the model is defined: keys and values of each head are computed from every row, and heads attend to them. *Absorbed*:
+the key up-projection is multiplied into the queries and the value up-projection into the outputs, so that heads attend
+to the stored rows directly (`kernels.attention`, with one KV head that is also its own value).
 
 The torch reference absorbs for chunks and decode rows alike. A step mixes both, and a row's bits must not depend on
-which of them it is; one form has that for nothing, from the attention that other models use. The Triton kernels absorb
-for decode rows alone (`kernels.mla.decode`): a prompt would cost up to 3.4 times the FLOPs in attention, so chunks
-have the expanded form (`kernels.mla.prefill`).
+which of them it is; one form guarantees that for free, with the attention that other models use. The Triton kernels
+absorb for decode rows only (`kernels.mla.decode`): absorbing would cost a prompt up to 3.4 times the FLOPs in
+attention, so chunks use the expanded form (`kernels.mla.prefill`).
 
 Source: DeepSeek-V2 (2024), section 2.1; transformers `DeepseekV3Attention`.
-Legend: T tokens, A query heads (of this rank), N columns of a query that no position turns, R that are turned,
-C length of a latent, V columns of a value, X = C + R elements of a row, J and K outputs and inputs of a matmul,
-L rows of a context, M blocks of a table, S positions per block.
+Legend: T tokens, A query heads (of this rank), N columns of a query without RoPE, R columns with RoPE, C length of a
+latent, V columns of a value, X = C + R elements of a row, J and K outputs and inputs of a matmul, L rows of a context,
+M blocks of a table, S positions per block.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def write_rows(row_TX: torch.Tensor, slots_T: torch.Tensor, rows_NSX: torch.Tens
 
 
 def matmul_by_head(x_TAK: torch.Tensor, weight_AJK: torch.Tensor, *, invariant: bool) -> torch.Tensor:
-    """Each head's columns times its own matrix, x W^T, [T, A, J] in the dtype of x.
+    """Multiply each head's columns by the head's own matrix, x W^T, [T, A, J] in the dtype of x.
 
     If `invariant`, a row depends on itself alone, bit for bit, whatever rows and heads are computed beside it.
     """
@@ -44,13 +44,13 @@ def matmul_by_head(x_TAK: torch.Tensor, weight_AJK: torch.Tensor, *, invariant: 
 def absorbed_queries(
     nope_TAN: torch.Tensor, turned_TAR: torch.Tensor, key_ANC: torch.Tensor, *, invariant: bool
 ) -> torch.Tensor:
-    """Queries of rows, [T, A, X]."""
+    """Multiply the key up-projection into the queries, [T, A, X]."""
     latent_TAC = matmul_by_head(nope_TAN, key_ANC.transpose(1, 2), invariant=invariant)
     return torch.cat([latent_TAC, turned_TAR], dim=-1)
 
 
 def absorbed_values(mixed_TAX: torch.Tensor, value_AVC: torch.Tensor, *, invariant: bool) -> torch.Tensor:
-    """Values of what heads saw of rows, [T, A, V]."""
+    """Multiply the value up-projection into the attention outputs over rows, [T, A, V]."""
     latent_TAC = mixed_TAX[..., : value_AVC.shape[2]]
     return matmul_by_head(latent_TAC, value_AVC, invariant=invariant)
 
@@ -65,9 +65,10 @@ def attend_expanded(
     context_lens: Sequence[int],
     scale: float,
 ) -> torch.Tensor:
-    """What chunks laid one after the other see, [T, A, V], in the expanded form: queries are [nope | turned].
+    """Compute attention of concatenated chunks in the expanded form, [T, A, V]; queries are [nope | turned].
 
-    The last row of sequence b stands at position context_lens[b] - 1. The definition that the absorbed form is held to.
+    The last row of sequence b is at position context_lens[b] - 1. This is the definition that tests compare the
+    absorbed form with.
     """
     outputs, row, latent_dim = [], 0, key_ANC.shape[2]
     for table_M, query_len, context_len in zip(block_tables_BM, query_lens, context_lens, strict=True):
