@@ -1,6 +1,6 @@
-"""What public functions of this package say of arguments that do not fit: before anything is allocated or launched.
+"""Argument checks of this package's public functions, made before anything is allocated or launched.
 
-Messages are made for arguments that do not fit alone: a step checks some hundred tensors that do.
+Messages are built only for arguments that do not fit, because a step checks some hundred tensors that do.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from baton.core.errors import KernelArgumentInvalid
 
 
 def require(holds: bool, argument: str, message: str) -> None:
-    """Refuse `argument` with `message` unless it holds.
+    """Refuse `argument` with `message` unless `holds`.
 
     Raises:
-        KernelArgumentInvalid: it does not.
+        KernelArgumentInvalid: `holds` is false.
     """
     if not holds:
         raise KernelArgumentInvalid(f"{argument}: {message}", argument=argument)
@@ -27,10 +27,10 @@ def require_tensor(
     dtypes: Sequence[torch.dtype],
     device: torch.device | None = None,
 ) -> None:
-    """Refuse a tensor of another shape (None: any length), dtype or device.
+    """Refuse a tensor with another shape (None: any length), dtype or device.
 
     Raises:
-        KernelArgumentInvalid: it is one; the message names the argument, what it is and what it must be.
+        KernelArgumentInvalid: the tensor differs; the message names the argument, what it is and what it must be.
     """
     lengths = tensor.shape
     fits = len(lengths) == len(shape)
@@ -51,6 +51,6 @@ def require_rows(argument: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose last dimension is not contiguous.
 
     Raises:
-        KernelArgumentInvalid: it is strided.
+        KernelArgumentInvalid: the last dimension is strided.
     """
     require(tensor.shape[-1] <= 1 or tensor.stride(-1) == 1, argument, "the last dimension must be contiguous")

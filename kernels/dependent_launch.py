@@ -1,18 +1,18 @@
-"""Kernels that begin while the one before them on the stream still runs, and wait inside for what it wrote.
+"""Programmatic dependent launch: kernels start while the previous one on the stream runs, and wait for its output.
 
-A launch costs about a microsecond, as much as a norm of a few rows. Hopper can have programs resident before their
-input is there: such a kernel waits for everything before it prior to its first access to memory (it may have weights
-fetched to the cache), and then lets the next one in, which waits in turn; so never more than one stands waiting. All it
-takes is an option of the launch and two instructions, and a kernel that knows nothing of it may come before or after.
-Earlier GPUs, other vendors' and the interpreter do without.
+A launch costs about a microsecond, as much as a norm of a few rows. Hopper can make programs resident before their
+input is ready. Such a kernel waits for everything before it prior to its first access to memory (it may prefetch
+weights into the cache), and then lets the next kernel start, which waits in turn; so at most one kernel is waiting. It
+takes a launch option and two instructions; other kernels before or after it need to know nothing. Earlier GPUs, other
+vendors' GPUs and the interpreter launch normally.
 
-Where programs are many, what is won is little, and each of them pays for its wait: tuned tables say so by `early`.
+Kernels with many programs gain little, and each program pays for its wait: tuned tables say so by `early`.
 
-Verification goes further: its scan begins when all before it is over and lets the next in at once; and these look, even
-before they wait, at what the scan does not write. Two may stand waiting there. The last of them waits for the one
-before it alone; so each program of that one must wait before it ends, also if it has nothing to do. Float8 GEMMs for
-Hopper, and GEMMs of one or two rows, read the weight before they wait: a kernel that writes one must not let the
-next one in early.
+Verification goes further. Its scan begins when everything before it has finished, and lets the next kernel start at
+once. The kernels that follow read, even before they wait, what the scan does not write. Two of them may be waiting
+then. The last one waits for the one before it only, so each program of that one must wait before it ends, even if it
+has nothing to do. Float8 GEMMs for Hopper, and GEMMs of one or two rows, read the weight before they wait, so a kernel
+that writes a weight must not let the next kernel start early.
 """
 
 import functools
@@ -32,7 +32,7 @@ def _has_it(device_index: int | None) -> bool:
 
 
 def dependent_launch(device: torch.device, wanted: bool = True) -> dict[str, Any]:
-    """Arguments of a launch on `device`: the kernel's constant `EARLY`, and the option where there is one."""
+    """Launch arguments for `device`: the kernel's constant `EARLY`, and the launch option where it exists."""
     if not wanted or device.type != "cuda" or not _has_it(device.index):
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}

@@ -1,8 +1,8 @@
-"""Many small copies in one launch: a batch's inputs, which lie in a dozen tensors, cost one launch and not a dozen.
+"""Many small copies in one launch: a batch's inputs, spread over a dozen tensors, cost one launch instead of a dozen.
 
-The addresses and sizes of a call are packed into one pinned tensor that crosses in one copy. What a call returns is a
-value of its own, shared with no other call: it holds the tensors and that table until the device is done with them.
-Copies are of bytes, of any number and at any address; those whose result would depend on their order are refused.
+The addresses and sizes of a call are packed into one pinned tensor that is sent in one copy. The returned value belongs
+to that call alone; it keeps the tensors and the table alive until the device is done with them. Copies are bytewise, of
+any size and at any address; copies whose result would depend on their order are refused.
 """
 
 import time
@@ -24,12 +24,12 @@ _POLL_S = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class RunningCopies:
-    """Copies that the device may still be at; to be kept until they are done, or as long as a graph that has them.
+    """Copies that may still be running; keep this value until they are done, or as long as a graph that contains them.
 
     Attributes:
         pairs: targets and sources.
         tables: addresses and sizes, pinned and on the device.
-        event: behind the launch; None on a CPU, and in a graph that is being captured.
+        event: recorded after the launch; None on a CPU, and in a graph that is being captured.
     """
 
     pairs: tuple[Pair, ...]
@@ -42,10 +42,10 @@ class RunningCopies:
         return self.event is None or self.event.query()
 
     def wait(self, limit_s: float) -> None:
-        """Wait until that is so.
+        """Wait until the copies are done.
 
         Raises:
-            TimeoutError: it was not within `limit_s`.
+            TimeoutError: they were not done within `limit_s`.
         """
         end_s = time.monotonic() + limit_s
         while not self.is_done:
@@ -60,13 +60,13 @@ def fused_copy(
     """Copy each source to its target, in one launch on the current stream.
 
     Args:
-        pairs: at most 4096 targets with their sources, of one dtype and number of values, contiguous, on `device` or,
-            for a GPU, in pinned memory. Empty ones, and copies of memory to itself, are left out.
-        device: of the launch.
-        implementation: see there.
+        pairs: at most 4096 (target, source) pairs with equal dtype and number of values, contiguous, on `device` or,
+            for a GPU, in pinned memory. Empty tensors and copies of memory to itself are left out.
+        device: device of the launch.
+        implementation: implementation to use.
 
     Raises:
-        KernelArgumentInvalid: an argument does not fit, or a target overlaps with another target or with a source.
+        KernelArgumentInvalid: an argument does not fit, or a target overlaps another target or a source.
     """
     require(len(pairs) <= MAX_COPIES, "pairs", f"are {len(pairs)}, more than {MAX_COPIES}")
     for index, (target, source) in enumerate(pairs):
@@ -105,7 +105,7 @@ def _check(name: str, target: torch.Tensor, source: torch.Tensor, device: torch.
 
 
 def _check_overlaps(pairs: Sequence[Pair]) -> None:
-    """Refuse targets that overlap with anything: one sweep over all ranges in order of their addresses."""
+    """Refuse targets that overlap anything, by one sweep over all ranges in order of their addresses."""
     ranges = []
     for index, pair in enumerate(pairs):
         for is_source, tensor in enumerate(pair):

@@ -1,13 +1,12 @@
-"""What one layer's attention launched, launched again over the K and V of another layer.
+"""Replays the launches of one layer's attention over the K and V of another layer.
 
-The layers of a step launch the same kernels with the same arguments but for K, V and their scales. To check and choose
-all that anew takes the host several times as long as to launch it. So a tape keeps the launches of one layer, and the
-next ones put their own K and V in. Outputs and temporaries stay where the recorded layer has them: work of one stream
-comes one after the other, so an output is used before the next replay writes it.
+The layers of a step launch the same kernels with the same arguments, except K, V and their scales. Checking and
+choosing everything again takes the host several times as long as launching. So a tape records the launches of one
+layer, and the next layers substitute their own K and V. Outputs and temporaries stay where the recorded layer has them:
+work of one stream runs in order, so an output is used before the next replay overwrites it.
 
-A tape keeps only what it has seen: if anything but a `Launcher` worked on the device meanwhile, or an argument may lead
-to the recorded layer's memory in another way than as one of its tensors, there is no tape, and layers are launched as
-they come.
+There is no tape if anything but a `Launcher` worked on the device during the recording, or if an argument may refer to
+the recorded layer's memory other than as one of its tensors. Then each layer is launched as usual.
 """
 
 import copy
@@ -21,20 +20,20 @@ import torch
 from baton.kernels.dispatch_mode import DispatchMode
 
 _CREATE = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"})
-_LARGEST = 1 << 40  # of an argument that is a number and no address
+_LARGEST = 1 << 40  # integers at least this large may be addresses
 
 R = TypeVar("R")
-Swap = tuple[int, int, bool]  # place of an argument, of the tensor that stands there, and whether in a descriptor
+Swap = tuple[int, int, bool]  # position of an argument, index of its tensor, and whether it is a descriptor's base
 
 
 @dataclass(slots=True)
 class Launched:
-    """One launch.
+    """One recorded launch.
 
     Attributes:
-        run: launches it, given the stream and the arguments.
-        arguments: of the kernel, those that Triton takes beside it among them.
-        swaps: which of them are the layer's.
+        run: function that launches it, given the stream and the arguments.
+        arguments: arguments of the kernel, as Triton's launcher takes them.
+        swaps: arguments that belong to the layer.
     """
 
     run: Callable[[int, Sequence[Any]], None]
@@ -44,7 +43,7 @@ class Launched:
 
 @dataclass(slots=True)
 class Recording:
-    """Launches of this thread, as they come; `is_whole` is False once something else happened."""
+    """Launches of this thread, in order; `is_whole` becomes False once something else happens."""
 
     launches: list[Launched] = field(default_factory=list)
     is_whole: bool = True
@@ -60,22 +59,22 @@ local = _Local()
 
 @dataclass(frozen=True, slots=True)
 class LaunchTape(Generic[R]):
-    """The launches of one layer, and what they made.
+    """The launches of one layer, and its outputs.
 
     Attributes:
-        made: the layer's outputs, which each replay writes again.
-        launches: in order.
+        made: the layer's outputs, which each replay overwrites.
+        launches: launches in order.
     """
 
     made: R
     launches: tuple[Launched, ...]
 
     def replay(self, stream: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Launch it all over another layer's tensors, alike in everything but what they hold.
+        """Launch everything again over another layer's tensors, which may differ in contents only.
 
         Args:
-            stream: CUDA's, of the device of the tensors.
-            tensors: in the order of those recorded.
+            stream: CUDA stream of the tensors' device.
+            tensors: in the order of the recorded ones.
         """
         for launched in self.launches:
             arguments = list(launched.arguments)
@@ -85,7 +84,7 @@ class LaunchTape(Generic[R]):
 
 
 def record(work: Callable[[], R], tensors: Sequence[torch.Tensor]) -> tuple[R, LaunchTape[R] | None]:
-    """Do the work of a layer with these tensors of its own -> what it made, and its tape if there can be one."""
+    """Run a layer's work with these tensors of its own -> its result, and its tape if there can be one."""
     assert local.recording is None, "a recording is not part of another"
     recording = Recording()
     local.recording = recording
@@ -109,7 +108,7 @@ def record(work: Callable[[], R], tensors: Sequence[torch.Tensor]) -> tuple[R, L
 
 
 class _Watched(DispatchMode):
-    """Spoils a recording by any operation of torch that does more than take memory or look at it."""
+    """Spoils a recording at any torch operation that does more than allocate memory or make a view."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -127,7 +126,7 @@ class _Watched(DispatchMode):
 
 
 def _swaps(arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> tuple[Swap, ...] | None:
-    """Which arguments are those tensors; None if another one may lead to their memory."""
+    """Find the arguments that are those tensors; None if another argument may refer to their memory."""
     own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     swaps: list[Swap] = []
     for place, argument in enumerate(arguments):

@@ -1,14 +1,15 @@
-"""Launches of a Triton kernel by the compiled form that an earlier launch of that kind found.
+"""Caches compiled Triton kernels to cut launch overhead.
 
-Triton decides at each launch which compiled form it wants, from types, alignment and values of all arguments and from
-the text of all options; with twenty arguments that takes the host longer than the device takes for a small kernel. A
-`Launcher` keeps the form that Triton chose, by all that Triton chooses by, taken as exactly or more so: the device, the
-arguments' types, pointers' dtypes and whether they are multiples of 16, specialized integers themselves, whether others
-fit 32 bits, constants and options. What it has not met is Triton's own launch, and so is everything where Triton
-chooses by more than that: in the interpreter, on AMD, and of kernels with hooks of their own.
+At each launch, Triton derives the specialization from the types, alignment and values of all arguments and from the
+text of all options. For a kernel with twenty arguments that takes the host longer than a small kernel takes on the
+device. `Launcher` caches the compiled kernel that Triton chose, keyed on everything that Triton's choice depends on, at
+least as precisely: device, argument types, pointer dtypes and whether addresses are multiples of 16, values of
+specialized integers, whether other integers fit in 32 bits, constants and options. It launches the kernel directly on a
+hit. A miss is launched by Triton, and so is every launch where Triton's choice depends on more than that: in the
+interpreter, on AMD, and for kernels with hooks of their own.
 
-What Triton would see change from one launch to the next and this does not: global variables of a kernel, and its own
-debugging options. Both are set before anything is launched, or not at all.
+The cache does not notice changes of a kernel's global variables or of its own debugging options, which Triton would
+notice. Both are set before the first launch, or not at all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,13 +33,13 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Places of one sequence of argument types: what of each is looked at.
+    """Which properties of which arguments matter, for one sequence of argument types.
 
     Attributes:
-        tensors: places of pointers.
-        descriptors: places of tensor descriptors.
-        exact: gives the integers that are specialized.
-        wide: places of those that are not, and whose size makes their type.
+        tensors: positions of pointer arguments.
+        descriptors: positions of tensor descriptors.
+        exact: getter of the integers that are specialized.
+        wide: positions of integers that are not specialized, but whose size decides their type.
     """
 
     tensors: tuple[int, ...]
@@ -49,16 +50,16 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constants:
-    """A kernel's constants and Triton's options by name, made once and kept: only itself is equal to it."""
+    """A kernel's constants and Triton's options by name, made once and kept; compared by identity."""
 
     by_name: Mapping[str, Any]
 
 
 class Launcher:
-    """The launches of one kernel, whose constants are its last parameters.
+    """Launches one kernel, whose constants are its last parameters.
 
     Args:
-        kernel: that `triton.jit` made.
+        kernel: kernel made by `triton.jit`.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -76,12 +77,12 @@ class Launcher:
     def __call__(
         self, grid: tuple[int, ...], arguments: Sequence[Any], constants: Constants | Mapping[str, Any]
     ) -> None:
-        """Launch on the current stream of the device of the first argument; of the current one if it is no tensor.
+        """Launch on the current stream of the first argument's device, or of the current device if it is no tensor.
 
         Args:
-            grid: programs, in up to three dimensions.
-            arguments: of the kernel that are no constants, in their order.
-            constants: by name; and Triton's options.
+            grid: number of programs, in up to three dimensions.
+            arguments: arguments that are not constants, in order.
+            constants: constants and Triton's options, by name.
         """
         home = getattr(arguments[0], "device", None)  # a descriptor has none
         if home is not None and home.type == "cuda" and home.index != torch.cuda.current_device():
@@ -99,7 +100,7 @@ class Launcher:
                 _spoil_recording()
                 compiled[(x, y, z)](*arguments, *values, stream=stream)
                 return
-            about = compiled.function, compiled.packed_metadata, None, None, None  # no hooks, and nothing for them
+            about = compiled.function, compiled.packed_metadata, None, None, None  # no hooks, and no metadata for them
             compiled.run(x, y, z, stream, *about, *arguments, *values)
             if launch_tape.local.recording is not None:
 
@@ -121,7 +122,7 @@ class Launcher:
     def _key(
         self, arguments: Sequence[Any], constants: Constants | Mapping[str, Any]
     ) -> tuple[int, *tuple[Any, ...]] | None:
-        """What Triton would choose by; None if that is more than is known here."""
+        """Return what Triton's choice depends on; None if it may depend on more than is known here."""
         if not self._is_fast or self.kernel.pre_run_hooks:
             return None
         kinds = tuple(map(type, arguments))
@@ -151,7 +152,7 @@ class Launcher:
         return gpu.get_current_device(), kinds, aligned, tuple(seen), exact, chosen
 
     def _layout_of(self, kinds: tuple[type, ...]) -> _Layout | None:
-        """None: there is an argument that only Triton knows."""
+        """Return the layout; None if some argument is of a type that only Triton handles."""
         tensors: list[int] = []
         descriptors: list[int] = []
         exact: list[int] = []
@@ -176,16 +177,16 @@ class Launcher:
 
 
 def _spoil_recording() -> None:
-    """This launch cannot be repeated by a tape."""
+    """Mark the current recording as incomplete, because a tape cannot repeat this launch."""
     if launch_tape.local.recording is not None:
         launch_tape.local.recording.is_whole = False
 
 
 def _is_heard(hook: Any) -> bool:
-    """Whether a profiler wants to be told of launches: a chain that is not empty, or a function in its place."""
+    """Return whether a profiler listens to launches: a chain that is not empty, or a function in its place."""
     return bool(getattr(hook, "calls", hook))
 
 
 def _getter(places: Sequence[int]) -> Any:
-    """What picks the values at these places, however many they are."""
+    """Return a function that picks the values at any number of positions."""
     return itemgetter(*places) if places else lambda arguments: ()

@@ -1,7 +1,8 @@
-"""Tuned configurations of kernels: one committed table per kind of GPU, filled by `scripts/tune_kernels.py`.
+"""Tuned kernel configurations: one committed table per kind of GPU, filled by `scripts/tune_kernels.py`.
 
-Nothing is tuned while serving. A table maps kernel -> shape -> size -> options; a size stands for all up to it that
-are above the one before. Shapes that no table has get the kernel's own rule, not those of another shape.
+Nothing is tuned while serving. A table maps kernel -> shape -> size -> options; a tuned size covers all sizes up to it
+and above the tuned size before it. Shapes that no table has get the kernel's own rule, not the options of another
+shape.
 """
 
 import functools
@@ -12,8 +13,8 @@ from typing import Any
 
 import torch
 
-_TABLES = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h200"}  # the same multiprocessors, tuned once
-_DEFAULT = "h200"  # what is compiled and interpreted without a GPU
+_TABLES = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h200"}  # both have the same multiprocessors
+_DEFAULT = "h200"  # used when compiling or interpreting without a GPU
 
 Table = dict[str, dict[str, dict[str, dict[str, Any]]]]
 
@@ -22,13 +23,13 @@ _UNTUNED: set[str] = set()
 
 
 def untuned() -> tuple[str, ...]:
-    """Kernels and shapes that were asked for in this process and that no table has, in order."""
+    """Sorted kernels and shapes that this process asked for and no table has."""
     return tuple(sorted(_UNTUNED.copy()))
 
 
 @functools.cache
 def table(name: str = _DEFAULT) -> Table:
-    """The committed table of one kind of GPU."""
+    """Load the committed table of one kind of GPU."""
     found: Table = json.loads((resources.files("baton.kernels") / "tuned" / f"{name}.json").read_text())
     return found
 
@@ -44,14 +45,14 @@ def _table_name(device_index: int | None) -> str:
 def find(
     kernel: str, shape: str, size: int, device_index: int | None = None, *, reaches_on: bool = True
 ) -> Mapping[str, Any] | None:
-    """The options for a shape at a size: of the smallest tuned size that is not below it, else of the largest.
+    """Return the options for a shape at a size: of the smallest tuned size that is not below it, else of the largest.
 
     Args:
-        kernel: as in the table.
+        kernel: name in the table.
         shape: what does not change between launches, e.g. "24576x4096".
-        size: what does, e.g. rows.
-        device_index: of the GPU; None where there is none.
-        reaches_on: the largest tuned size stands for all above it; else those get None.
+        size: what changes, e.g. the number of rows.
+        device_index: index of the GPU; None if there is none.
+        reaches_on: whether the largest tuned size covers all sizes above it; otherwise those get None.
     """
     sizes = table(_table_name(device_index)).get(kernel, {}).get(shape)
     if not sizes:

@@ -1,4 +1,4 @@
-"""Specializations of Triton kernels that serving launches, said as data: what is compiled ahead of time to check it."""
+"""Specializations of Triton kernels that serving launches, as data: tests compile them ahead of time and check them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,22 +7,22 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One specialization.
+    """One specialization and its promises.
 
     Attributes:
-        name: unique, e.g. "gemm_fp8 swap M=16".
-        kernel: the `@triton.jit` function.
-        types: Triton's type of every argument that is no constant ("*bf16", "i32", "fp32", ...).
-        constants: every `tl.constexpr` argument.
+        name: unique name, e.g. "gemm_fp8 swap M=16".
+        kernel: `@triton.jit` function.
+        types: Triton's type of every argument that is not a constant ("*bf16", "i32", "fp32", ...).
+        constants: value of every `tl.constexpr` argument.
         aligned: arguments that are divisible by 16 at every launch (pointers, strides, sizes).
-        num_warps: of a program.
-        num_stages: of its pipelined loops.
-        contains: instructions of Hopper that it was designed to have, e.g. ("HGMMA", "LDGSTS").
+        num_warps: warps of a program.
+        num_stages: stages of its pipelined loops.
+        contains: Hopper instructions that it is designed to have, e.g. ("HGMMA", "LDGSTS").
         lacks: instructions that it must not have, e.g. ("HMMA",); spills are not allowed, either.
-        shapes: of its matmuls in the tensor cores, e.g. ("64x16x16",), if no other may be there; all of them, then.
+        shapes: tensor-core instruction shapes of its matmuls, e.g. ("64x16x16",); if given, exactly these must occur.
         may_spill: whether spills are allowed after all.
-        max_registers: of a thread.
-        max_shared_bytes: of a program.
+        max_registers: limit of registers per thread.
+        max_shared_bytes: limit of shared memory per program.
         on_amd: whether it is compiled for gfx942, too.
     """
 

@@ -1,8 +1,9 @@
-"""A causal convolution of a few positions over each channel, then SiLU, with the last inputs kept by position.
+"""A causal convolution over a few positions of each channel, then SiLU; recent inputs are stored by position.
 
-Source: transformers `Qwen3NextGatedDeltaNet`; Dao 2024 (causal-conv1d). Inputs lie in a ring, position p in row p mod
-ring, so what a rejected row left is overwritten before it is read. Before position 0 there are zeros.
+Inputs lie in a ring, position p in row p mod ring, so what a rejected row wrote is overwritten before it is read.
+Before position 0 there are zeros.
 
+Source: transformers `Qwen3NextGatedDeltaNet`; Dao 2024 (causal-conv1d).
 Legend: B sequences, L rows of each, H key heads, X channels of one, W positions that an output sees, N slots, R ring.
 """
 
@@ -16,16 +17,16 @@ from baton.kernels.tiles import wide_dtype
 def causal_conv(
     x_BLHX: torch.Tensor, weight_HXW: torch.Tensor, kept_NHRX: torch.Tensor, rows: StateRows
 ) -> torch.Tensor:
-    """silu(sum over j of w_j x_(p - W + 1 + j)), [B, L, H, X] in the wide dtype; a row depends on its own inputs alone.
+    """Compute silu(sum over j of w_j x_(p - W + 1 + j)), [B, L, H, X] in the wide dtype, each row independent of others.
 
     Args:
-        x_BLHX: inputs, of the dtype of the ring.
-        weight_HXW: the last one is that of the row itself.
-        kept_NHRX: the ring; read before the rows, and written.
-        rows: where they stand.
+        x_BLHX: inputs, in the dtype of the ring.
+        weight_HXW: taps; the last one is for the row itself.
+        kept_NHRX: ring of stored inputs, read before the rows are written to it.
+        rows: positions and slots of the rows.
 
     Raises:
-        KernelArgumentInvalid: decode rows are so many that they would overwrite what the next step reads.
+        KernelArgumentInvalid: there are so many decode rows that they would overwrite inputs that the next step reads.
     """
     num_rows, num_before, ring = rows.num_rows, weight_HXW.shape[2] - 1, kept_NHRX.shape[2]
     is_chunk = rows.start is not None

@@ -1,17 +1,19 @@
-"""The gated delta net by absolute position: a state for each head, kept at whole tiles, and the rows of the open tile.
+"""The gated delta net by absolute position: a state per head, stored at whole tiles, and the rows of the open tile.
 
-S_p = e^g S_(p-1) + k u^T with u = beta (v - (e^g S_(p-1))^T k), and o = S_p^T q. Source: Yang et al. 2024 (Gated
-DeltaNet), transformers `torch_recurrent_gated_delta_rule`; the chunk form is that paper's, in tiles of 16.
+S_p = e^g S_(p-1) + k u^T with u = beta (v - (e^g S_(p-1))^T k), and o = S_p^T q.
 
-Tiles begin at multiples of 16 of the *position*, whatever a step begins with, and have a fixed shape: absent rows are
-zeros. So a row is computed from the same numbers in the same order in a chunk of any length, alone, or beside drafts:
-in float32 and float64 on a CPU it has the same bits in each. The state is kept at multiples of 16 alone; k, u and g of
-the rows since lie in a ring, position p in row p mod ring. A step first folds the tile that ended at or before its
-first position, if no step did, then reads, and writes its rows. What rejected rows left is overwritten before it is
-read: nothing is undone, counted or copied. A chunk, whose rows all stay, folds every whole tile.
+**Tiles.** Tiles begin at multiples of 16 of the *position*, wherever a step begins, and have a fixed shape: absent rows
+are zeros. So a row is computed from the same numbers in the same order in a chunk of any length, alone, or beside
+drafts: in float32 and float64 on a CPU it has the same bits in each case.
 
-The first number behind a state says how many tiles are in it. Nothing of a slot is read at position 0.
+**State.** The state is stored at multiples of 16 only; k, u and g of later rows lie in a ring, position p in row p mod
+ring. A step first folds in the tile that ended at or before its first position, unless an earlier step did, then reads
+the state and writes its rows. What rejected rows wrote is overwritten before it is read: nothing is undone, counted or
+copied. A chunk, whose rows all stay, folds every whole tile. The first number behind a state says how many tiles are
+folded into it. At position 0 nothing of a slot is read.
 
+Source: Yang et al. 2024 (Gated DeltaNet), transformers `torch_recurrent_gated_delta_rule`; the chunk form is that
+paper's, in tiles of 16.
 Legend: B sequences, L rows of each, H key heads, G value heads of one, K and V sizes of their heads, C rows of a tile,
 N slots, R ring, Y and Z elements of a row of the ring and of a state.
 """
@@ -26,12 +28,12 @@ from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.delta_net.sizes import TILE
 
 _L2_EPS = 1e-6
-_SOFTPLUS_LINEAR = 20.0  # from here on softplus is its argument
+_SOFTPLUS_LINEAR = 20.0  # above this, softplus(x) = x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaRows:
-    """What a layer gives for its rows, in the wide dtype: q and k normalised, q scaled, g not above 0."""
+    """Inputs of the recurrence for some rows, in the wide dtype: q and k normalised, q scaled, g at most 0."""
 
     query_BLHK: torch.Tensor
     key_BLHK: torch.Tensor
@@ -42,7 +44,7 @@ class DeltaRows:
 
 @dataclass(frozen=True, slots=True)
 class DeltaState:
-    """A layer's rings and states, views of the pool in the wide dtype."""
+    """A layer's rings and states, as views of the pool in the wide dtype."""
 
     tail_NHRY: torch.Tensor
     state_NHZ: torch.Tensor
@@ -55,19 +57,19 @@ def delta_rows(
     dt_bias_HG: torch.Tensor,
     key_dim: int,
 ) -> DeltaRows:
-    """What the recurrence takes, of a layer's projections; all is in the wide dtype but `ba_BLHG`.
+    """Compute the inputs of the recurrence from a layer's projections; all in the wide dtype except `ba_BLHG`.
 
     Args:
-        mixed_BLHX: what the convolution made: query, key and value heads of each key head side by side.
-        ba_BLHG: the projections that say how much is written, and how much is forgotten.
+        mixed_BLHX: output of the convolution: for each key head, its query, key and value heads side by side.
+        ba_BLHG: projections that control how much is written, and how much is forgotten.
         a_log_HG: logarithm of the rate of forgetting.
-        dt_bias_HG: added to the second projection.
+        dt_bias_HG: bias of the second projection.
         key_dim: K.
     """
     b_BLHG, a_BLHG = (x.to(mixed_BLHX.dtype) for x in ba_BLHG)
     query_BLHK, key_BLHK, value_BLHX = mixed_BLHX.split([key_dim, key_dim, mixed_BLHX.shape[3] - 2 * key_dim], dim=3)
     a_BLHG = a_BLHG + dt_bias_HG
-    # softplus, from operations that do not tell the vector body from the scalar tail, with torch's threshold
+    # softplus with torch's threshold, from operations that round alike in vector body and scalar tail
     soft_BLHG = torch.where(
         a_BLHG > _SOFTPLUS_LINEAR, a_BLHG, torch.log1p(torch.exp(a_BLHG.clamp(max=_SOFTPLUS_LINEAR)))
     )
@@ -81,16 +83,17 @@ def delta_rows(
 
 
 def delta_net(x: DeltaRows, kept: DeltaState, rows: StateRows, *, invariant: bool = False) -> torch.Tensor:
-    """Outputs o, [B, L, H, G, V] in the wide dtype. Never waits for the device.
+    """Compute outputs o, [B, L, H, G, V] in the wide dtype. Never waits for the device.
 
     Args:
-        x: of the rows.
-        kept: read and written.
-        rows: where they stand.
-        invariant: on CUDA, by matmuls of one fixed shape; on a CPU they always are.
+        x: inputs of the rows.
+        kept: rings and states, read and written.
+        rows: positions and slots of the rows.
+        invariant: on CUDA, whether to use matmuls of one fixed shape; on a CPU this is always so.
 
     Raises:
-        KernelArgumentInvalid: decode rows are more than a tile: more than one may end before the next step.
+        KernelArgumentInvalid: there are more decode rows than a tile has, so that two tiles could end before the next
+            step.
     """
     num_rows, is_chunk = rows.num_rows, rows.start is not None
     require(is_chunk or num_rows <= TILE, "rows", f"are {num_rows} of a sequence that decodes")
@@ -102,7 +105,7 @@ def delta_net(x: DeltaRows, kept: DeltaState, rows: StateRows, *, invariant: boo
     state_BHGKV = layer.begun()
     begin_B = rows.positions_B // TILE * TILE
     folded_B = rows.positions_B // TILE
-    if not is_chunk:  # of decode rows, it is not known yet which stay
+    if not is_chunk:  # it is not known yet which decode rows will be accepted
         layer.keep(state_BHGKV, folded_B)
     found = []
     for index in range(num_tiles):
@@ -110,7 +113,7 @@ def delta_net(x: DeltaRows, kept: DeltaState, rows: StateRows, *, invariant: boo
         out_BHGCV, u_BHGCV = layer.solve(tile, state_BHGKV)
         found.append(out_BHGCV)
         is_last = index == num_tiles - 1
-        if is_last or not is_chunk:  # whole tiles of a chunk are folded: their rows are not read
+        if is_last or not is_chunk:  # a chunk folds its whole tiles, so their rows are not read later
             layer.put(tile, u_BHGCV)
         if is_last and not is_chunk:
             break
@@ -128,7 +131,7 @@ def delta_net(x: DeltaRows, kept: DeltaState, rows: StateRows, *, invariant: boo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tile:
-    """16 positions of each sequence; what is absent is zero. Old rows are those of steps before."""
+    """16 positions of each sequence; absent rows are zero. Old rows are those of earlier steps."""
 
     positions_BC: torch.Tensor
     is_old_BC: torch.Tensor
@@ -142,7 +145,7 @@ class _Tile:
 
 
 class _Layer:
-    """The parts of a step over one layer."""
+    """The operations of a step on one layer."""
 
     def __init__(self, x: DeltaRows, kept: DeltaState, rows: StateRows, invariant: bool) -> None:
         self._x, self._kept, self._rows = x, kept, rows
@@ -152,7 +155,7 @@ class _Layer:
         self._num_elements = self._shape[1] * self._shape[2] * self._shape[3]
 
     def begun(self) -> torch.Tensor:
-        """The states at the last multiple of 16 at or before the first row, [B, H, G, K, V]."""
+        """States at the last multiple of 16 at or before the first row, [B, H, G, K, V]."""
         rows, stored_BHZ = self._rows, self._kept.state_NHZ[self._rows.slots_B]
         state_BHGKV = stored_BHZ[..., : self._num_elements].unflatten(2, self._shape[1:])
         wanted_B = rows.positions_B // TILE
@@ -162,7 +165,7 @@ class _Layer:
         return torch.where((rows.positions_B == 0).view(-1, 1, 1, 1, 1), 0, state_BHGKV)
 
     def keep(self, state_BHGKV: torch.Tensor, folded_B: torch.Tensor) -> None:
-        """Write states, and how many tiles are in them."""
+        """Store states, and how many tiles are folded into each."""
         rows, state_NHZ = self._rows, self._kept.state_NHZ
         row_BHZ = state_NHZ.new_zeros(len(folded_B), *state_NHZ.shape[1:])
         row_BHZ[..., : self._num_elements] = state_BHGKV.flatten(2)
@@ -170,7 +173,7 @@ class _Layer:
         state_NHZ[rows.real_slots(rows.counts_B[:, None] > 0)[:, 0]] = row_BHZ
 
     def tile(self, begin_B: torch.Tensor, *, is_first: bool) -> _Tile:
-        """The positions from `begin_B` on; old rows are in the first tile alone."""
+        """Assemble the positions from `begin_B` on; only the first tile has old rows."""
         rows, x = self._rows, self._x
         position_BC = begin_B[:, None] + self._at_C
         row_BC = position_BC - rows.positions_B[:, None]
@@ -202,7 +205,7 @@ class _Layer:
         )
 
     def solve(self, tile: _Tile, state_BHGKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs and u of a tile's rows, [B, H, G, C, V] each."""
+        """Compute outputs and u of a tile's rows, [B, H, G, C, V] each."""
         is_below_CC = self._at_C[:, None] > self._at_C
         sum_BHGC = _running_sum(tile.decay_BHGC)
         apart_BHGCC = torch.exp((sum_BHGC[..., :, None] - sum_BHGC[..., None, :]).clamp(max=0))
@@ -213,7 +216,7 @@ class _Layer:
         met_BHGCC = torch.where(is_below_CC & ~is_old_BHGC1, met_BHGCC, 0)
         left_BHGCV = beta_BHGC1 * (tile.value_BHGCV - since_BHGC1 * self._of_state(key_BHCK, state_BHGKV))
         u_BHGCV = torch.where(is_old_BHGC1, tile.old_u_BHGCV, left_BHGCV)
-        for row in range(TILE - 1):  # each is taken from those that follow, in the same order everywhere
+        for row in range(TILE - 1):  # subtract each row from those that follow, always in the same order
             one, below = slice(row, row + 1), slice(row + 1, TILE)
             u_BHGCV[..., below, :] -= met_BHGCC[..., below, one] * u_BHGCV[..., one, :]
         seen_BHGCC = self._matmul(tile.query_BHCK, key_BHCK.mT)[:, :, None] * apart_BHGCC
@@ -224,7 +227,7 @@ class _Layer:
     def fold(
         self, state_BHGKV: torch.Tensor, key_BHCK: torch.Tensor, u_BHGCV: torch.Tensor, decay_BHGC: torch.Tensor
     ) -> torch.Tensor:
-        """The states at the end of a whole tile."""
+        """Compute the states at the end of a whole tile."""
         sum_BHGC = _running_sum(decay_BHGC)
         last_BHG1 = sum_BHGC[..., -1:]
         weight_BHGC1 = torch.exp((last_BHG1 - sum_BHGC).clamp(max=0))[..., None]
@@ -232,7 +235,7 @@ class _Layer:
         return torch.exp(last_BHG1)[..., None] * state_BHGKV + added_BHGKV
 
     def put(self, tile: _Tile, u_BHGCV: torch.Tensor) -> None:
-        """k, u and g of the step's own rows to the ring."""
+        """Write k, u and g of the step's own rows to the ring."""
         tail_NHRY = self._kept.tail_NHRY
         parts = [tile.key_BHCK.movedim(2, 1), u_BHGCV.movedim(3, 1).flatten(3), tile.decay_BHGC.movedim(3, 1)]
         row_BCHY = torch.cat(parts, dim=3)
@@ -241,7 +244,7 @@ class _Layer:
         tail_NHRY[slot_BC, :, tile.positions_BC % tail_NHRY.shape[2]] = row_BCHY
 
     def _read(self, position_BC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """k, u and g that lie in the ring for these positions; of positions that were not written, anything."""
+        """Read k, u and g of these positions from the ring; positions that were not written give arbitrary values."""
         _, values, key_dim, value_dim = self._shape
         tail_NHRY = self._kept.tail_NHRY
         row_BCHY = tail_NHRY[self._rows.slots_B[:, None], :, position_BC % tail_NHRY.shape[2]]
@@ -251,11 +254,11 @@ class _Layer:
         return key_BCHK.movedim(1, 2), u_BCHGV.movedim(1, 3), decay_BCHG.movedim(1, 3)
 
     def _of_state(self, x_BHCK: torch.Tensor, state_BHGKV: torch.Tensor) -> torch.Tensor:
-        """What each value head's state makes of its key head's rows, [B, H, G, C, V]."""
+        """Multiply each key head's rows by the state of each of its value heads, [B, H, G, C, V]."""
         return self._matmul(x_BHCK[:, :, None].expand(-1, -1, self._shape[1], -1, -1), state_BHGKV)
 
     def _matmul(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """Batched, [..., M, N]; each of one shape, so that it depends on its own operands alone."""
+        """Batched matmul, [..., M, N]; all have one shape, so each depends on its own operands alone."""
         left_XMK, right_XKN = left.flatten(0, -3).contiguous(), right.flatten(0, -3).contiguous()
         if self._is_fixed:
             found_XMN = tiles.matmul_groups_fixed(left_XMK, right_XKN, left.shape[-2])
@@ -269,7 +272,7 @@ def _l2_normed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _running_sum(decay_BHGC: torch.Tensor) -> torch.Tensor:
-    """Sums of the rows up to each, added one after the other."""
+    """Cumulative sums over rows, added one after the other."""
     sums = [decay_BHGC[..., :1]]
     for row in range(1, TILE):
         sums.append(sums[-1] + decay_BHGC[..., row : row + 1])

@@ -1,8 +1,8 @@
 """What a gated delta net computes between its projections: convolution, recurrence, gated norm.
 
-The reference is the three modules beside this one, and torch's operations; the Triton form is a launch of each, or four
-that take a chunk by blocks. Those launches read and write the same pool in the same form, so a sequence may go from one
-to the other.
+The reference is the three modules beside this one, plus torch operations. The Triton implementation is one launch for
+each, or four launches that process a chunk by blocks. All of them read and write the pool in the same format, so a
+sequence may switch between them.
 
 Legend: T rows of a pass, B sequences, L rows of each, H key heads, G value heads of one, K and V sizes of their heads,
 X channels of a key head, W positions that an output of the convolution sees, N slots, R ring, Y and Z elements of a row
@@ -26,26 +26,26 @@ from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, open_signature, signature
 from baton.kernels.tiles import ordered_sum, wide_dtype
 
-HEAD_DIMS = (16, 32, 64, 128, 256)  # of keys and values, in the Triton form
-MAX_DECODE_ROWS = TILE // 2  # in the Triton form; see `delta_net_triton`
+HEAD_DIMS = (16, 32, 64, 128, 256)  # of keys and values, in Triton
+MAX_DECODE_ROWS = TILE // 2  # in Triton; see `delta_net_triton`
 _FORMS: Memo[bool] = Memo()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaProjected:
-    """What a layer's projections made of a pass's rows, views of the GEMM outputs, in the model's dtype."""
+    """Outputs of a layer's projections for a pass's rows, as views of the GEMM outputs, in the model's dtype."""
 
     query_THK: torch.Tensor
     key_THK: torch.Tensor
     value_THX: torch.Tensor  # X = G V here
     z_THGV: torch.Tensor  # gates the outputs
-    b_THG: torch.Tensor  # says how much is written
-    a_THG: torch.Tensor  # says how much is forgotten
+    b_THG: torch.Tensor  # controls how much is written
+    a_THG: torch.Tensor  # controls how much is forgotten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaWeights:
-    """A layer's, in the wide dtype, contiguous."""
+    """A layer's weights, in the wide dtype, contiguous."""
 
     conv_HXW: torch.Tensor
     a_log_HG: torch.Tensor
@@ -56,14 +56,14 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeltaKept:
-    """What the pool has of a layer: the convolution's ring, in the model's dtype, and the recurrence's, wide."""
+    """A layer's part of the pool: the convolution's ring in the model's dtype, and the recurrence's state, wide."""
 
     conv_NHRX: torch.Tensor
     state: DeltaState
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """All of it, [N, H, ...] each."""
+        """All tensors, [N, H, ...] each."""
         return self.conv_NHRX, self.state.tail_NHRY, self.state.state_NHZ
 
 
@@ -76,17 +76,17 @@ def delta_layer(
     invariant: bool = False,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """Outputs, [T, H G V] in the dtype of `x`; rounded once. Never waits for the device.
+    """Compute the layer's outputs, [T, H G V] in the dtype of `x`, rounded once. Never waits for the device.
 
     Args:
-        x: of the rows of the pass.
-        weights: of the layer.
-        kept: read and written.
-        rows: where they stand; all rows of the pass, in their order.
-        invariant: the reference's matmuls are of one fixed shape on CUDA; the Triton form goes through a chunk row by
-            row, so that bits do not depend on where a prompt is cut. Otherwise by blocks, whose matmuls have operands
-            of half precision where the model's dtype is narrower than float32.
-        implementation: see there. Triton's is in float32, and gives 0 for rows that are not real.
+        x: projections for the rows of the pass.
+        weights: weights of the layer.
+        kept: rings and states, read and written.
+        rows: positions and slots; together all rows of the pass, in order.
+        invariant: for the reference on CUDA, use matmuls of one fixed shape; for Triton, process a chunk row by row, so
+            that bits do not depend on where a prompt is cut. Otherwise Triton processes chunks by blocks, whose matmul
+            operands are half precision where the model's dtype is narrower than float32.
+        implementation: implementation to use. Triton computes in float32, and returns 0 for rows that are not real.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit.
@@ -138,7 +138,7 @@ def delta_layer(
 
 
 def unfit_delta_sizes(key_dim: int, value_dim: int) -> str:
-    """Which size of a gated delta net the Triton kernels are not made for, in words; "" if they fit."""
+    """Name the size of a gated delta net that the Triton kernels do not support; "" if all fit."""
     unfit = [size for size in (key_dim, value_dim) if size not in HEAD_DIMS]
     return f"a gated delta net's heads of {unfit[0]}" if unfit else ""
 
@@ -169,7 +169,7 @@ def _parts(x: DeltaProjected) -> tuple[torch.Tensor, ...]:
 
 
 def _form(rows: StateRows) -> tuple[object, ...]:
-    """What checks read of where rows stand, but how many there are."""
+    """What checks read of the rows' tensors, except their number."""
     shape = (len(rows.positions_B),)
     return tuple(
         (some.dtype, some.device, some.shape == shape) for some in (rows.positions_B, rows.counts_B, rows.slots_B)

@@ -1,4 +1,4 @@
-"""Which rows of a pass are which positions of which sequences, for layers that keep state.
+"""Maps rows of a pass to positions of sequences, for layers that keep state.
 
 Legend: B sequences, L rows of each.
 """
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 import torch
 
-# What kernels are told of rows. Batches slice and stride these tensors in many ways; none is a kernel of its own.
+# Row arguments of kernels. Batches slice and stride these tensors in many ways, which must not cause recompiles.
 UNSPECIALIZED = ["positions", "counts", "slots", "position_stride", "count_stride", "slot_stride", "num_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRows:
-    """L consecutive positions of each of B sequences; their B * L rows of the pass stand side by side.
+    """L consecutive positions of each of B sequences; their B * L rows of the pass are contiguous.
 
     Attributes:
-        first_row: where they begin among the rows of the pass.
+        first_row: index of the first of them among the rows of the pass.
         num_rows: L.
         positions_B: int64, position of each sequence's first row.
-        counts_B: int64, how many of its rows are real; what the others write goes to the scratch slot.
+        counts_B: int64, how many of a sequence's rows are real; the other rows write to the scratch slot.
         slots_B: int64, state slot of each sequence.
-        scratch_slot: the pool's.
-        start: the first position on the host, of a chunk of one prompt, whose rows all stay; None: of decode rows,
+        scratch_slot: scratch slot of the pool.
+        start: first position, known on the host, of a chunk of one prompt, whose rows all stay; None for decode rows,
             the last of which may be rejected.
-        keep_in: of a chunk: the state slot that gets a copy of the sequence's behind these rows; None: none does.
+        keep_in: for a chunk, the state slot that gets a copy of the sequence's state after these rows; None: no copy.
     """
 
     first_row: int
@@ -38,18 +38,18 @@ class StateRows:
 
     @property
     def stop_row(self) -> int:
-        """Where they end among the rows of the pass."""
+        """Index after the last of them among the rows of the pass."""
         return self.first_row + len(self.positions_B) * self.num_rows
 
     def places(self, ring: int, num_kept: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """State slot and row of the ring that the last `num_kept` of each sequence's rows go to, int64 [B, num_kept].
+        """State slot and ring row for the last `num_kept` of each sequence's rows, int64 [B, num_kept].
 
-        Decode rows are kept all: any of them may be the last that is accepted.
+        All decode rows are stored, because any of them may be the last that is accepted.
         """
         at_L = torch.arange(self.num_rows - num_kept, self.num_rows, device=self.positions_B.device)
         is_real_BL = at_L < self.counts_B[:, None]
         return self.real_slots(is_real_BL), (self.positions_B[:, None] + at_L) % ring
 
     def real_slots(self, is_real_BL: torch.Tensor) -> torch.Tensor:
-        """The sequence's slot where a row is real, else scratch, int64 [B, L]."""
+        """The sequence's slot where a row is real, else the scratch slot, int64 [B, L]."""
         return torch.where(is_real_BL, self.slots_B[:, None], self.scratch_slot)

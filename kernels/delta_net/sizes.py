@@ -1,12 +1,12 @@
-"""How long the rows are that a gated delta net keeps; without torch, for those who know layouts and not tensors."""
+"""Lengths of the rows that a gated delta net stores; without torch, for modules that plan layouts."""
 
 from typing import Final
 
-TILE: Final = 16  # positions between two kept states
-RING: Final = 2 * TILE  # rows of k, u and g: an open tile, and a step beside it
-CONV_RING: Final = 16  # inputs of the convolution: those that an output sees, and a step beside them
+TILE: Final = 16  # positions between two stored states
+RING: Final = 2 * TILE  # rows of k, u and g: an open tile plus a step
+CONV_RING: Final = 16  # inputs of the convolution: those that an output sees plus a step
 MAX_TAPS: Final = 5  # positions that an output sees
-_ALIGNED = 4  # rows are multiples of so many elements
+_ALIGNED = 4  # rows are multiples of this many elements
 
 
 def conv_len(key_dim: int, value_dim: int, num_values: int) -> int:
@@ -20,7 +20,7 @@ def tail_len(key_dim: int, value_dim: int, num_values: int) -> int:
 
 
 def state_len(key_dim: int, value_dim: int, num_values: int) -> int:
-    """Elements of a key head's states, [num_values, key_dim, value_dim], and of the number behind them."""
+    """Elements of a key head's states, [num_values, key_dim, value_dim], plus the number behind them."""
     return _aligned(num_values * key_dim * value_dim + 1)
 
 

@@ -1,4 +1,4 @@
-"""A sequence's state in one layer copied to another slot, as a checkpoint of the rows so far.
+"""Copies a sequence's state in one layer to another slot, as a checkpoint after the rows so far.
 
 Legend: N slots, H key heads.
 """
@@ -10,12 +10,12 @@ from baton.kernels.delta_net.rows import StateRows
 
 
 def copy_state(parts: tuple[torch.Tensor, ...], rows: StateRows, *, in_triton: bool) -> None:
-    """Copy the slot of the one sequence of `rows` to `rows.keep_in`. Never waits for the device.
+    """Copy the state slot of the one sequence of `rows` to `rows.keep_in`. Never waits for the device.
 
     Args:
-        parts: the convolution's ring, the open tile's, and the state: [N, H, ...], what a head has side by side.
-        rows: of a chunk, which are in the slot.
-        in_triton: in one launch.
+        parts: the convolution's ring, the open tile's ring, and the state: [N, H, ...], contiguous per head.
+        rows: rows of a chunk, which the slot already contains.
+        in_triton: whether to use one launch instead of torch.
     """
     assert rows.keep_in is not None and len(rows.slots_B) == 1
     if in_triton:

@@ -85,7 +85,7 @@ INVARIANT_TILE = 64  # tokens; the smallest power of two that is at no batch siz
 
 
 def splits_of(num_outputs: int, num_inputs: int, BN: int, num_row_tiles: int = 1) -> int:
-    """Number of splits that gives every multiprocessor something to read, with no split too short to pay for its sum."""
+    """Number of splits that gives every multiprocessor work, with no split too short to pay for its sum."""
     num_tiles = -(-num_outputs // BN) * num_row_tiles
     return max(1, min(_NUM_PROGRAMS // num_tiles, num_inputs // 128 // _MIN_STEPS, _MAX_SPLITS))
 

@@ -133,7 +133,7 @@ def linear_vector(
 
 
 def linear_fast(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: Implementation) -> torch.Tensor:
-    """Compute X W^T by `linear_vector` or `linear_split` where these apply and are faster, else by the library's GEMM."""
+    """Compute X W^T by `linear_vector` or `linear_split` where these apply and are faster, else by the library."""
     (num_tokens, num_inputs), num_outputs = x_TK.shape, len(weight_NK)
     if x_TK.dtype in _KERNEL_DTYPES and num_inputs % linear_split_triton.STEP == 0 and _is_aligned(weight_NK):
         if vector_plan.is_quicker(num_tokens, num_outputs, num_inputs, is_fp8=False):

@@ -1,12 +1,12 @@
-"""Absorbed attention of a few rows of each sequence over rows of latents, the decode step's: on a GPU split over parts.
+"""Absorbed attention of a few rows of each sequence over latent rows, as in decode steps; on a GPU by split KV.
 
-`mla_decode` has queries that were multiplied with what makes keys of latents (`kernels.mla.latent_rows`), and gives
-what heads saw of latents, which are still to be multiplied with what makes values of them. It refuses to know pools;
-rows are a strided view of one layer. All heads read one row of a position, which is key and value in one.
+`mla_decode` takes queries that the key up-projection was multiplied into (`kernels.mla.latent_rows`), and returns
+attention outputs over latents, which the caller still multiplies by the value up-projection. All heads read one row per
+position, which is both key and value. Rows are a strided view of one layer; the module does not know pools.
 
 Source: DeepSeek-V2 (2024), section 2.1; Dao et al. 2023 (Flash-Decoding); Kwon et al. 2023 (blocks).
-Legend: B sequences, Q rows of each, A query heads (of this rank), C length of a latent, X = C + the columns that a
-position turned: elements of a row, N blocks, S positions per block, M entries of a block table.
+Legend: B sequences, Q rows of each, A query heads (of this rank), C length of a latent, X elements of a row = C + the
+columns with RoPE, N blocks, S positions per block, M entries of a block table.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from baton.kernels.mla.decode_plan import MLALaunch
 from baton.kernels.mla.sizes import unfit_latents
 
 NAME = "mla_decode"  # in the tuned table
-MAX_QUERIES = 32  # of a sequence
+MAX_QUERIES = 32  # rows of a sequence
 BLOCK_SIZES = (16, 32, 64)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TRITON_DTYPES = (torch.bfloat16, torch.float16)
@@ -45,25 +45,26 @@ def mla_decode(
     options: Mapping[str, Any] | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """Attention of Q rows of each of B sequences -> [B, Q, A, C] in the query's dtype; never waits for the device.
+    """Compute attention of Q rows of each of B sequences -> [B, Q, A, C] in the query's dtype, without host waits.
 
-    Row (b, q) sees the latents at positions 0 ... positions_BQ[b, q]; a row at a negative position sees none, and is 0.
-    Slots beyond a sequence's furthest row may hold anything, NaN too; what a row before that one does not see must be
-    finite. Work depends on bounds: a graph may replay it. The bits of a row depend on the batch.
+    Row (b, q) sees the latents at positions 0 ... positions_BQ[b, q]; a row at a negative position sees none, and its
+    output is 0. Slots beyond a sequence's furthest row may contain anything, including NaN; slots before it must be
+    finite even for rows that do not see them. The launch depends on bounds only, so a CUDA graph may replay it. The
+    bits of a row depend on the batch.
 
     Args:
         query_BQAX: absorbed queries, bfloat16 or float16 (the reference also takes float32 and float64), X contiguous.
-        rows_NSX: of the same dtype; [S, X] contiguous.
-        block_tables_BM: int64 or int32; no entry past a sequence's furthest position is used.
+        rows_NSX: same dtype; [S, X] contiguous.
+        block_tables_BM: int64 or int32; entries past a sequence's furthest position are not used.
         positions_BQ: int64 or int32.
-        max_context_len: host bound of positions_BQ + 1.
+        max_context_len: host-side upper bound of positions_BQ + 1.
         latent_dim: C.
-        softmax_scale: of scores, positive; with YaRN's factor, which no size tells.
-        options: of the launch, as in the committed table; for tuning.
-        implementation: which form computes.
+        softmax_scale: factor of scores, positive; includes YaRN's factor, which cannot be derived from sizes.
+        options: launch options in the committed table's format; for tuning.
+        implementation: implementation to use.
 
     Raises:
-        KernelArgumentInvalid: an argument is of another kind; the message names it.
+        KernelArgumentInvalid: an argument does not fit; the message names it.
     """
     key = (
         signature(query_BQAX), signature(rows_NSX), signature(block_tables_BM), signature(positions_BQ),
@@ -98,7 +99,7 @@ class _Reference:
     max_context_len: int
 
 
-_FORMS: Memo[_Reference | MLALaunch] = Memo()  # how calls that were checked are computed
+_FORMS: Memo[_Reference | MLALaunch] = Memo()  # how checked calls are computed
 
 
 def mla_decode_reference(
@@ -110,7 +111,7 @@ def mla_decode_reference(
     latent_dim: int,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """The same by torch: grouped-query attention with one KV head, whose values are its keys' first columns."""
+    """Compute it in torch: grouped-query attention with one KV head, whose values are its keys' first columns."""
     rows_N1SX = rows_NSX[:, None]
     tables_BM = within(block_tables_BM.long(), positions_BQ.amax(dim=1), rows_NSX.shape[1])
     seen_BQ = positions_BQ.long().clamp(0, max_context_len - 1)
@@ -146,7 +147,7 @@ def _check(
 def _check_triton(
     query_BQAX: torch.Tensor, rows_NSX: torch.Tensor, positions_BQ: torch.Tensor, latent_dim: int
 ) -> None:
-    """What only the kernel asks for: powers of two, and rows of 16 bytes."""
+    """Check what only the kernel requires: dtypes, sizes that are powers of two, and 16-byte aligned rows."""
     require(query_BQAX.dtype in _TRITON_DTYPES, "query_BQAX", f"Triton's kernel does not take {query_BQAX.dtype}")
     unfit = unfit_latents(latent_dim, query_BQAX.shape[3] - latent_dim)
     require(not unfit, "latent_dim", f"Triton's kernel does not take {unfit}")
@@ -169,7 +170,7 @@ def _launch(
     scale: float,
     given: Mapping[str, Any] | None,
 ) -> MLALaunch:
-    """By options that are given, or of the committed table, or by rule."""
+    """Choose the launch: options from the caller, else from the committed table, else by rule."""
     num_sequences, num_queries, num_heads, row_len = query_BQAX.shape
     num_rows = max(1, num_queries * num_heads)
     if given is None:

@@ -1,8 +1,8 @@
-"""How `mla_decode` spreads over a GPU: tiles and pipeline by a rule, parts from bounds.
+"""Plans how `mla_decode` uses a GPU: tiles and pipeline by a rule, parts from bounds.
 
-Everything here comes from sizes that the host knows, so that it is the same for every replay of a graph. It refuses to
-look at tensors. A *part* is a share of a sequence's positions that one program takes, as in
-`kernels.attention.decode_plan`, whose prediction says how many there are.
+Plans depend only on sizes that the host knows, so that they are the same for every replay of a CUDA graph; the contents
+of tensors are never read. A *part* is the share of a sequence's positions that one program takes, as in
+`kernels.attention.decode_plan`, whose cost model chooses the number of parts.
 """
 
 from collections.abc import Mapping
@@ -11,24 +11,24 @@ from typing import Any
 
 from baton.kernels.attention import decode_plan as attention_plan
 
-MAX_ROWS = 64  # of queries that one program takes; sums of more do not fit its registers
-_SLOTS = 132  # programs that an H200 holds at once: one for each multiprocessor, whose shared memory it fills
+MAX_ROWS = 64  # query rows of one program; sums of more do not fit its registers
+_SLOTS = 132  # programs that an H200 runs at once: one per multiprocessor, whose shared memory it fills
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLAPlanOptions:
-    """What is tuned; the fields of a row of the committed table.
+    """Tuned options; the fields of a row of the committed table.
 
     Attributes:
         tile: positions of a step.
-        rows: of queries of a program, padded: 16, 32 or 64.
-        swap: latents are the left operands.
-        stages: of the pipeline.
-        warps: of a program.
-        slots: programs that the GPU holds at once.
-        max_part_len: positions of a part, at most.
-        pdl: programmatic dependent launch of the second kernel.
-        hopper: by `decode_hopper_triton`, whose tiles, rows, stages and warps are always the same.
+        rows: query rows of a program, padded: 16, 32 or 64.
+        swap: whether latents are the left operands.
+        stages: pipeline stages.
+        warps: warps of a program.
+        slots: programs that the GPU runs at once.
+        max_part_len: maximum positions of a part.
+        pdl: whether the second kernel uses programmatic dependent launch.
+        hopper: whether `decode_hopper_triton` computes it, whose tile, rows, stages and warps are fixed.
     """
 
     tile: int
@@ -44,14 +44,14 @@ class MLAPlanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLALaunch:
-    """What one call needs beside its tensors.
+    """Parameters of one call, besides its tensors.
 
     Attributes:
-        scale: of scores.
+        scale: factor of scores.
         latent_dim: columns of a row that are values.
-        max_context_len: bound of every position + 1; the tables cover it.
-        num_parts: of each sequence.
-        options: of the kernel.
+        max_context_len: upper bound of every position + 1; the tables cover it.
+        num_parts: parts of each sequence.
+        options: kernel options.
     """
 
     scale: float
@@ -62,13 +62,14 @@ class MLALaunch:
 
 
 def default_options(num_rows: int, *, on_hopper: bool = False) -> MLAPlanOptions:
-    """The rule where no table knows better.
+    """Options by rule, for shapes that no table has.
 
-    The form for Hopper is the fastest for few rows too: such a step waits for latents, which TMA brings sooner.
+    The Hopper kernel is the fastest for few rows too: such a step is bound by reading latents, which TMA delivers
+    sooner.
 
     Args:
-        num_rows: of one sequence's queries: heads times queries.
-        on_hopper: its form can do it.
+        num_rows: rows of one sequence: heads times queries.
+        on_hopper: whether the Hopper kernel can compute it.
     """
     rows = min(MAX_ROWS, attention_plan.rows_of_program(num_rows))
     if on_hopper or rows == MAX_ROWS:
@@ -77,19 +78,19 @@ def default_options(num_rows: int, *, on_hopper: bool = False) -> MLAPlanOptions
 
 
 def options_of_row(row: Mapping[str, Any]) -> MLAPlanOptions:
-    """A row of the committed table."""
+    """Convert a row of the committed table."""
     return MLAPlanOptions(**row)
 
 
 def table_shape(num_rows: int, latent_dim: int) -> str:
-    """What the committed table calls a shape."""
+    """Name of a shape in the committed table."""
     return f"rows={num_rows} C={latent_dim}"
 
 
 def num_parts(
     num_sequences: int, num_rows: int, max_context_len: int, row_bytes: int, latent_dim: int, options: MLAPlanOptions
 ) -> int:
-    """Parts of a sequence of `num_rows` rows of queries, over rows of `row_bytes`."""
+    """Number of parts of a sequence with `num_rows` query rows, over latent rows of `row_bytes`."""
     num_programs = num_sequences * -(-num_rows // options.rows)
     out_bytes = min(num_rows, options.rows) * latent_dim * 4
     plan = attention_plan.PlanOptions(

@@ -1,14 +1,16 @@
-"""Causal attention of chunks of prompts over rows of latents, expanded: keys and values of each head are made of them.
+"""Causal attention of prefill chunks over latent rows, expanded: keys and values of each head are computed first.
 
-A chunk of many rows costs a third of what it costs in the absorbed form (`kernels.mla.decode`), at the price of making
-keys and values of its whole context, its cached prefix too, in every layer. Many sequences or long ones are taken in
-*windows* of so many positions that what is expanded fits a bound; sums go on from one window to the next, so the result
-is that of one. It refuses to know pools, and to take lengths from the device: the host has them.
+A chunk of many rows costs a third of what it costs in the absorbed form (`kernels.mla.decode`). The price is that each
+layer computes keys and values of the chunk's whole context, including its cached prefix. Many or long sequences are
+processed in *windows* of positions whose expanded keys and values fit a bound; partial sums carry over from one window
+to the next, so the result is that of a single window.
+
+This module does not know pools, and takes lengths from the host only.
 
 Source: DeepSeek-V2 (2024), section 2.1; Dao 2023 (FlashAttention-2).
-Legend: T tokens, B sequences, A query heads (of this rank), N columns of a query that no position turns, P that are
-turned, E = N + P, V columns of a value, Y = N + V, C length of a latent, X = C + P elements of a row, L positions of a
-window, K blocks of the pool, S positions per block, M entries of a block table.
+Legend: T tokens, B sequences, A query heads (of this rank), N columns of a query without RoPE, P columns with RoPE, E =
+N + P, V columns of a value, Y = N + V, C length of a latent, X = C + P elements of a row, L positions of a window, K
+blocks of the pool, S positions per block, M entries of a block table.
 """
 
 from collections.abc import Sequence
@@ -27,14 +29,14 @@ from baton.kernels.mla.decode import BLOCK_SIZES
 from baton.kernels.mla.latent_rows import absorbed_queries, absorbed_values
 from baton.kernels.mla.sizes import unfit_heads, unfit_latents
 
-MAX_EXPANDED_BYTES = 1 << 28  # of keys and values of one window
+MAX_EXPANDED_BYTES = 1 << 28  # limit of the keys and values of one window
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TRITON_DTYPES = (torch.bfloat16, torch.float16)
 _INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 def most_bytes(num_tokens: int, num_heads: int, sizes: tuple[int, int, int, int]) -> int:
-    """Bytes that a call over so many rows takes at most, beside its arguments and its output.
+    """Maximum bytes that a call over `num_tokens` rows allocates, besides its arguments and output.
 
     Args:
         num_tokens: T.
@@ -53,8 +55,8 @@ class LatentWindow:
 
     Attributes:
         numbers_6B: int32, on the device; see `prefill_triton`.
-        num_positions: of all sequences.
-        most_positions: of one.
+        num_positions: positions of all sequences in the window.
+        most_positions: positions of the sequence that has the most.
     """
 
     numbers_6B: torch.Tensor
@@ -76,23 +78,25 @@ def mla_prefill(
     max_expanded_bytes: int = MAX_EXPANDED_BYTES,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """Attention of chunks laid one after the other -> values of heads [T, A, V]; never waits for the device on a GPU.
+    """Compute attention of concatenated chunks -> head values [T, A, V]; on a GPU the host never waits.
 
-    Row i of a chunk stands at position context_len - query_len + i and sees the rows of latents up to its own, all of
-    them already in the blocks. Slots past a sequence's last position may hold anything, NaN included.
+    Row i of a chunk is at position context_len - query_len + i and sees the latent rows up to its own, all of which are
+    already in the blocks. Slots past a sequence's last position may contain anything, including NaN.
 
     Args:
-        query_TAE: [nope | turned], bfloat16 or float16 (the reference also takes float32 and float64), E contiguous.
-        rows_KSX: of the same dtype; [S, X] contiguous.
-        expand_AYC: what makes a head's N columns of a key, and its V of a value, of a latent; contiguous.
+        query_TAE: [nope | RoPE] columns, bfloat16 or float16 (the reference also takes float32 and float64), E
+            contiguous.
+        rows_KSX: same dtype; [S, X] contiguous.
+        expand_AYC: up-projection from a latent to a head's N key columns and V value columns; contiguous.
         block_tables_BM: int64 or int32.
         query_lens: rows of each sequence, on the host.
-        context_lens: positions that its last row sees.
+        context_lens: positions that a sequence's last row sees.
         nope_dim: N.
-        softmax_scale: of scores, positive.
-        plans: of the pass that this layer is of, whose layers share the lengths and tables; None if there is but this.
-        max_expanded_bytes: of a window's keys and values.
-        implementation: which form computes. The reference has no need of windows: it multiplies what expands into the
+        softmax_scale: factor of scores, positive.
+        plans: plans of the pass, shared by its layers, which have the same lengths and tables; None if there is only
+            this layer.
+        max_expanded_bytes: limit of a window's keys and values.
+        implementation: implementation to use. The reference needs no windows: it multiplies the up-projection into the
             queries.
 
     Raises:
@@ -127,7 +131,7 @@ def mla_prefill_reference(
     context_lens: Sequence[int],
     softmax_scale: float,
 ) -> torch.Tensor:
-    """The same by torch, in the absorbed form, whose arithmetic is that of decode rows."""
+    """Compute it in torch in the absorbed form, with the same arithmetic as for decode rows."""
     nope_TAN, turned_TAP = query_TAE.split([key_ANC.shape[1], query_TAE.shape[2] - key_ANC.shape[1]], dim=2)
     query_TAX = absorbed_queries(nope_TAN, turned_TAP, key_ANC, invariant=False)
     rows_K1SX = rows_KSX[:, None]
@@ -176,7 +180,7 @@ def _by_windows(
 def make_windows(
     query_lens: Sequence[int], context_lens: Sequence[int], most_positions: int, device: torch.device
 ) -> tuple[LatentWindow, ...]:
-    """All contexts laid one after the other and cut into windows of `most_positions`; those without rows have none."""
+    """Concatenate all contexts and cut them into windows of `most_positions`; sequences without rows count as empty."""
     lens = [context if rows else 0 for rows, context in zip(query_lens, context_lens, strict=True)]
     starts = [0]
     for length in lens:
@@ -224,7 +228,7 @@ def _check(
 
 
 def _check_triton(query_TAE: torch.Tensor, rows_KSX: torch.Tensor, expand_AYC: torch.Tensor, nope_dim: int) -> None:
-    """What only the kernel asks for: powers of two, and rows of 16 bytes."""
+    """Check what only the kernel requires: dtypes, sizes that are powers of two, and 16-byte aligned rows."""
     require(query_TAE.dtype in _TRITON_DTYPES, "query_TAE", f"Triton's kernel does not take {query_TAE.dtype}")
     _, num_columns, latent_dim = expand_AYC.shape
     unfit = unfit_latents(latent_dim, query_TAE.shape[2] - nope_dim)

@@ -1,12 +1,14 @@
-"""Which rows each expert computes: a batch's choices sorted by expert into blocks of one expert each, on the device.
+"""Sorts routed rows by expert into blocks of one expert each, on the device.
 
-A row is a choice, numbered token * K + choice. Every expert's rows keep their order and are padded to whole blocks, so
-that a program of a GEMM has one expert's weights and a fixed number of rows. The number of blocks is a bound from
-the lengths alone: nothing waits for the device, and a captured graph serves any choice. Ids of no expert (negative, or
-too large) have no row: that is how padded tokens are left out, and experts that other ranks hold, whose numbers are
-below the first of this rank or behind its last.
+A row is one choice of a token, numbered token * K + choice. Every expert's rows keep their order and are padded to
+whole blocks, so that a program of a grouped GEMM has one expert's weights and a fixed number of rows. The number of
+blocks is a bound that depends on sizes only: nothing waits for the device, and a captured graph serves any choice of
+experts.
 
-It refuses to know what is multiplied. Legend: T tokens, K choices of each, E experts, R rows of a block.
+Ids outside the range of experts (negative, or too large) get no row. That leaves out padding tokens, and experts that
+other ranks hold, whose numbers are below the first of this rank or above its last.
+
+Legend: T tokens, K choices of each, E experts, R rows of a block.
 """
 
 from dataclasses import dataclass
@@ -18,17 +20,18 @@ from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.moe import align_triton as moe_align_triton
 
 GROUP = moe_align_triton.GROUP  # columns that share a float8 scale
-_LARGEST = 448.0  # of float8_e4m3fn
-_SMALLEST = 1e-10  # a group of zeros gets a scale, too
+_LARGEST = 448.0  # largest float8_e4m3fn
+_SMALLEST = 1e-10  # so that a group of zeros gets a scale, too
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Blocks of rows.
+    """Rows sorted into blocks.
 
     Attributes:
-        rows: int32 [blocks * R], the rows of block after block; -1 pads a block. Of blocks without expert: anything.
-        block_expert: int32 [blocks]; -1 from the first block on that has none.
+        rows: int32 [blocks * R], the rows of block after block; -1 pads a block. Blocks without an expert contain
+            anything.
+        block_expert: int32 [blocks], expert of each block; -1 from the first unused block on.
         block_len: R.
     """
 
@@ -38,7 +41,7 @@ class Alignment:
 
 
 def max_blocks(num_rows: int, num_experts: int, block_len: int) -> int:
-    """The most blocks that so many rows can need."""
+    """Maximum number of blocks that `num_rows` rows can need."""
     num_hit = min(num_rows, num_experts)
     return num_hit + (num_rows - num_hit) // block_len
 
@@ -51,17 +54,17 @@ def moe_align(
     first_expert: int = 0,
     implementation: Implementation = Implementation.AUTO,
 ) -> Alignment:
-    """Sort choices by expert: one launch, no host sync, the same blocks for the same choices.
+    """Sort choices by expert in one launch, without a host sync; the same choices give the same blocks.
 
     Args:
         expert_TK: int32 or int64 [T, K].
-        num_experts: of the layer, or those of them that this rank holds.
+        num_experts: number of experts of the layer, or of those that this rank holds.
         block_len: a power of two.
-        first_expert: the first one's number; blocks count from it.
-        implementation: Triton's or torch's.
+        first_expert: number of the first expert; blocks count from it.
+        implementation: implementation to use.
 
     Raises:
-        KernelArgumentInvalid: `expert_TK`, `num_experts`, `block_len` or `first_expert` is not that.
+        KernelArgumentInvalid: `expert_TK`, `num_experts`, `block_len` or `first_expert` does not fit.
     """
     _check(expert_TK, num_experts, block_len, first_expert)
     return _align(expert_TK, num_experts, block_len, first_expert, None, implementation)
@@ -76,10 +79,11 @@ def moe_align_quantize(
     first_expert: int = 0,
     implementation: Implementation = Implementation.AUTO,
 ) -> tuple[Alignment, torch.Tensor, torch.Tensor]:
-    """The same and, in the same launch, x as float8_e4m3fn [T, D] with its scales, float32 [T, D / 128].
+    """Sort as `moe_align` and quantize x in the same launch: float8_e4m3fn [T, D], scales float32 [T, D / 128].
 
     Raises:
-        KernelArgumentInvalid: as above, or `x_TD` has other tokens or a D that is no multiple of 128.
+        KernelArgumentInvalid: as in `moe_align`, or `x_TD` has another number of tokens or a D that is no multiple of
+            128.
     """
     _check(expert_TK, num_experts, block_len, first_expert)
     require_tensor("x_TD", x_TD, (expert_TK.shape[0], None), (torch.bfloat16, torch.float16, torch.float32))
@@ -114,7 +118,7 @@ def _align(
     quantized: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     implementation: Implementation,
 ) -> Alignment:
-    """Of choices that were checked."""
+    """Sort choices that were checked."""
     if not uses_triton(expert_TK.device, implementation):
         return moe_align_reference(expert_TK, num_experts, block_len, first_expert)
     num_blocks = max_blocks(expert_TK.numel(), num_experts, block_len)
@@ -127,7 +131,7 @@ def _align(
 
 
 def moe_align_reference(expert_TK: torch.Tensor, num_experts: int, block_len: int, first_expert: int = 0) -> Alignment:
-    """In torch; never waits for the device. Rows of blocks without expert are -1."""
+    """Compute it in torch; never waits for the device. Rows of blocks without an expert are -1."""
     flat_N = expert_TK.flatten().long() - first_expert
     num_blocks = max_blocks(len(flat_N), num_experts, block_len)
     id_N = torch.where((flat_N >= 0) & (flat_N < num_experts), flat_N, num_experts)
@@ -140,7 +144,7 @@ def moe_align_reference(expert_TK: torch.Tensor, num_experts: int, block_len: in
     first_E = torch.cumsum(blocks_E, 0) - blocks_E
     rank_N = torch.arange(len(id_N), device=id_N.device) - (count_E.cumsum(0) - count_E)[sorted_N]
     place_N = first_E[sorted_N] * block_len + rank_N
-    # What is no expert's goes to one place behind all blocks.
+    # Rows without an expert go to one place behind all blocks.
     place_N = torch.where(sorted_N < num_experts, place_N, num_blocks * block_len)
     rows = torch.full((num_blocks * block_len + 1,), -1, dtype=torch.int32, device=id_N.device)
     rows.scatter_(0, place_N, order_N.int())
@@ -150,7 +154,7 @@ def moe_align_reference(expert_TK: torch.Tensor, num_experts: int, block_len: in
 
 
 def quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., C] -> float8_e4m3fn and float32 scales [..., C / 128]: the group's largest magnitude becomes 448."""
+    """Quantize [..., C] to float8_e4m3fn, with scales [..., C / 128]: a group's largest magnitude becomes 448."""
     groups = x.float().unflatten(-1, (-1, GROUP))
     scale = groups.abs().amax(dim=-1).clamp(min=_SMALLEST) / _LARGEST
     values = (groups / scale[..., None]).clamp(-_LARGEST, _LARGEST)

@@ -1,9 +1,10 @@
-"""Which expert lies in which slot of which rank, so that ranks get about as many tokens. Pure functions, without torch.
+"""Decides which expert lies in which slot of which rank, to balance tokens over ranks. Pure functions, without torch.
 
-A map is a tuple with the expert of each slot; slots are dealt to ranks in order, as many to each. An expert may lie in
-several slots, its *copies*, which share its tokens evenly. The idea is DeepSeek's EPLB: the hottest expert gets the
-next copy, then copies are dealt, the heaviest first, to the rank that has least (longest processing time). No rank gets
-two copies of an expert. All is done in whole numbers, so that the same loads make the same map anywhere.
+A map is a tuple with the expert of each slot; slots are dealt to ranks in order, equally many to each. An expert may
+lie in several slots, its *copies*, which share its tokens evenly. The algorithm is that of DeepSeek's EPLB: the hottest
+expert gets the next copy; then copies are dealt, the heaviest first, to the least loaded rank (longest processing
+time). No rank gets two copies of an expert. All arithmetic uses whole numbers, so that the same loads give the same map
+on any machine.
 """
 
 import heapq
@@ -14,37 +15,37 @@ from fractions import Fraction
 from typing import Final
 
 ExpertMap = tuple[int, ...]
-LEAST_GAIN: Final = 50  # a part in so many of the most loaded rank's tokens: for less, no weights are moved
+LEAST_GAIN: Final = 50  # weights move only if the most loaded rank loses more than 1/50 of its tokens
 
 
 def first_map(num_experts: int, num_redundant: int) -> ExpertMap:
-    """The map that is loaded: experts in order, then copies of the first ones; it knows nothing of loads."""
+    """Return the initial map: experts in order, then copies of the first ones, regardless of loads."""
     return tuple(slot % num_experts for slot in range(num_experts + num_redundant))
 
 
 def rank_loads(loads: Sequence[int], experts: ExpertMap, *, world_size: int) -> list[int]:
-    """What each rank gets of so many tokens of each expert, times a number that all maps of as many slots share."""
+    """Load of each rank for these tokens per expert, times a factor that all maps with as many slots share."""
     weights = _weights(loads, Counter(experts))
     length = len(experts) // world_size
     return [sum(weights[its] for its in experts[at : at + length]) for at in range(0, len(experts), length)]
 
 
 def balance(layers: Sequence[Sequence[int]]) -> float:
-    """Mean load of ranks by the largest, of layers that wait for their most loaded rank each, given by `rank_loads`.
+    """Mean load of ranks divided by the largest, over layers that each wait for their most loaded rank.
 
-    1 where all ranks get as much, or nothing; 1 / world_size where one gets all.
+    `layers` holds loads from `rank_loads`. 1 if all ranks get equally much, or nothing; 1 / world_size if one gets all.
     """
     most = sum(map(max, layers))
     return sum(map(sum, layers)) / (len(layers[0]) * most) if most else 1.0
 
 
 def balanced_map(loads: Sequence[int], current: ExpertMap, *, world_size: int) -> ExpertMap:
-    """A map whose most loaded rank has less than in `current`, worth its moves; else `current`.
+    """Return a map that relieves the most loaded rank enough to be worth the moves, else `current`.
 
     Args:
-        loads: of each expert, in tokens, >= 0.
-        current: the map that it is to replace, with as many slots; each expert is in it.
-        world_size: ranks. The slots are a multiple of them, and at most `world_size` for each expert.
+        loads: tokens of each expert, >= 0.
+        current: map to replace, with as many slots, in which each expert occurs.
+        world_size: number of ranks, which divides the number of slots. At most `world_size` slots per expert.
     """
     num_slots = len(current)
     assert num_slots % world_size == 0
@@ -56,13 +57,13 @@ def balanced_map(loads: Sequence[int], current: ExpertMap, *, world_size: int) -
 
 
 def _weights(loads: Sequence[int], copies: Counter[int]) -> list[int]:
-    """What one copy of each expert gets, times what any number of copies divides."""
+    """Load of one copy of each expert, times a number that any possible number of copies divides."""
     scale = math.lcm(*range(1, copies.total() - len(loads) + 2))
     return [load * (scale // copies[expert]) for expert, load in enumerate(loads)]
 
 
 def _copies(loads: Sequence[int], num_slots: int, world_size: int) -> Counter[int]:
-    """How many slots each expert gets."""
+    """Number of slots of each expert."""
     copies = Counter({expert: 1 for expert in range(len(loads))})
     hottest = [(Fraction(-load), expert) for expert, load in enumerate(loads)]
     heapq.heapify(hottest)
@@ -75,7 +76,7 @@ def _copies(loads: Sequence[int], num_slots: int, world_size: int) -> Counter[in
 
 
 def _deal(loads: Sequence[int], copies: Counter[int], length: int, world_size: int) -> list[set[int]]:
-    """The experts of each rank, `length` different ones."""
+    """Experts of each rank, `length` different ones."""
     weights = _weights(loads, copies)
     groups: list[set[int]] = [set() for _ in range(world_size)]
     totals = [0] * world_size
@@ -93,9 +94,9 @@ def _deal(loads: Sequence[int], copies: Counter[int], length: int, world_size: i
 
 
 def _make_room(groups: list[set[int]], totals: list[int], weights: list[int], expert: int, free: int) -> int:
-    """A full rank without the expert, once one of its experts has moved to the rank that is free and has this one.
+    """Return a full rank without the expert, after moving one of its experts to `free`, which already has this one.
 
-    There always is one: the full rank has at least two that the other has not.
+    There always is such a rank: it has at least two experts that `free` lacks.
     """
     moves = [
         (max(totals[free] + weights[other], totals[rank] - weights[other] + weights[expert]), rank, other)
@@ -112,7 +113,7 @@ def _make_room(groups: list[set[int]], totals: list[int], weights: list[int], ex
 
 
 def _in_place(groups: list[set[int]], current: ExpertMap, world_size: int) -> ExpertMap:
-    """The groups as a map, each at a rank that has much of it, where an expert stays in its slot."""
+    """Convert groups to a map: each group goes to a rank that holds much of it, and experts stay in their slots."""
     length = len(current) // world_size
     held = [current[rank * length : (rank + 1) * length] for rank in range(world_size)]
     pairs = [

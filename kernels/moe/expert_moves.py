@@ -1,7 +1,7 @@
-"""What ranks give each other so that one map of a layer's experts takes the place of another. Without torch.
+"""Plans the exchange by which ranks switch a layer's experts from one map to another. Without torch.
 
-An exchange has rounds. In each of them every rank gives one expert to all, of which each keeps what it needs: so rounds
-have one shape whatever moves, and an expert crosses once however many ranks take it.
+An exchange has rounds. In each round every rank sends one expert to all ranks, which keep what they need. So rounds
+have one shape whatever moves, and an expert is sent once however many ranks take it.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from baton.kernels.moe.expert_map import ExpertMap
 
 @dataclass(frozen=True, slots=True)
 class ExpertMoves:
-    """Slots are numbered over all ranks.
+    """Moves of an exchange; slots are numbered over all ranks.
 
     Attributes:
-        given: of each round, the slot that each rank gives; one that no rank takes where it has none to give.
-        taken: by slot that gets an expert of another rank: the round, and the rank that gives it.
-        copied: by slot that gets an expert of its own rank: a slot that has it.
+        given: for each round, the slot that each rank sends; a slot that no rank takes, if a rank has nothing to send.
+        taken: for each slot that gets an expert of another rank: the round, and the rank that sends it.
+        copied: for each slot that gets an expert of its own rank: a slot that has the expert.
     """
 
     given: tuple[tuple[int, ...], ...]
@@ -25,7 +25,7 @@ class ExpertMoves:
 
     @classmethod
     def between(cls, old: ExpertMap, new: ExpertMap, *, world_size: int) -> "ExpertMoves":
-        """From one map to another over the same slots. Of ranks with the same expert, the one that gives least does."""
+        """Plan the moves between two maps over the same slots; of ranks with an expert, the one that sends least sends it."""
         length = len(old) // world_size
         slots_of: dict[int, list[int]] = {}
         for slot, expert in enumerate(old):
@@ -56,5 +56,5 @@ class ExpertMoves:
 
     @property
     def num_operations(self) -> int:
-        """Rounds, the last of which ends the exchange; one at least."""
+        """Number of rounds, the last of which ends the exchange; at least one."""
         return max(1, len(self.given))

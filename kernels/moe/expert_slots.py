@@ -1,11 +1,11 @@
-"""Where a layer's experts lie while they may move: which slot each choice goes to, and how many tokens each expert got.
+"""Tracks where a layer's experts lie while they may move: the slot of each choice, and the tokens of each expert.
 
-A router chooses experts, ranks compute slots. Both tables and the counts stay on the device at fixed addresses, and
-nothing is read by the host in a step, so captured graphs hold when experts move. A token goes to one copy of an expert
-by its position in its sequence alone, whatever is computed beside it. Every rank routes every token, so all of them
-count the same.
+A router selects experts, ranks compute slots. Both tables and the counts stay on the device at fixed addresses, and the
+host reads nothing during a step, so captured graphs stay valid when experts move. The copy of an expert that a token
+uses depends only on the token's position in its sequence, whatever is computed beside it. Every rank routes every
+token, so all ranks count the same.
 
-Legend: T tokens, K experts of a token, E experts, C copies of an expert at most.
+Legend: T tokens, K experts of a token, E experts, C maximum copies of an expert.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from baton.kernels.sampling.decision_reference import digest
 
 @dataclass(frozen=True, slots=True)
 class RoutedRows:
-    """What is asked of the rows of a pass beside their choices.
+    """Properties of the rows of a pass that routing needs, besides their choices.
 
     Attributes:
-        position_T1: int64 [T, 1], in their sequences.
-        is_counted_T1: bool [T, 1], or 1 and 0; not: a row that pads the batch.
+        position_T1: int64 [T, 1], positions in their sequences.
+        is_counted_T1: bool [T, 1], or 1 and 0; false for rows that pad the batch.
     """
 
     position_T1: torch.Tensor
@@ -33,10 +33,10 @@ class RoutedRows:
 
 
 class ExpertSlots:
-    """Of one layer, the same at every rank.
+    """Tables of one layer, the same at every rank.
 
     Attributes:
-        load_E: int64, tokens that each expert got since the model was loaded.
+        load_E: int64, tokens that each expert received since the model was loaded.
     """
 
     def __init__(self, held: HeldExperts, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class ExpertSlots:
         self.put(first_map(held.num_experts, held.num_redundant))
 
     def put(self, experts: ExpertMap) -> None:
-        """Have choices go to the slots of another map, from here on in the order of the device."""
+        """Switch to the slots of another map, in stream order."""
         num_experts, most = self._slot_EC.shape
         slots: list[list[int]] = [[] for _ in range(num_experts)]
         for slot, expert in enumerate(experts):
@@ -55,11 +55,11 @@ class ExpertSlots:
         _write(self._num_copies_E, [len(its) for its in slots])
 
     def digest(self) -> torch.Tensor:
-        """64 bits of both tables, as they lie on the device: int64 [1]."""
+        """64-bit digest of both tables as they are on the device: int64 [1]."""
         return digest([self._slot_EC, self._num_copies_E], self._slot_EC.device)
 
     def place(self, expert_TK: torch.Tensor, rows: RoutedRows) -> torch.Tensor:
-        """Slots, int64 [T, K], of choices, int32 or int64 [T, K], which are counted."""
+        """Count choices, int32 or int64 [T, K], and return their slots, int64 [T, K]."""
         expert_TK = expert_TK.long()
         counted_TK = rows.is_counted_T1.expand_as(expert_TK).long()
         self.load_E.scatter_add_(0, expert_TK.flatten(), counted_TK.flatten())

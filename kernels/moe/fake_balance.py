@@ -1,14 +1,14 @@
-"""Choices made up so that every expert gets the same work: for benchmarks of machines, never for answers.
+"""Forces perfectly balanced routing, for benchmarks of machines only: the answers are meaningless.
 
-With random weights a router sends tokens wherever it likes, and a benchmark of expert parallelism measures that. This
-replaces the choice, after it was made, by a fixed pattern: choice i of data-parallel rank r goes to expert-parallel
+With random weights a router sends tokens anywhere, and a benchmark of expert parallelism measures that. This module
+replaces a selection, after it was made, by a fixed pattern: choice i of data-parallel rank r goes to expert-parallel
 rank (offset(r) + i) mod ep, there to the next expert in turn. A token's experts are distinct. Summed over data-parallel
-ranks with equal batches no expert has more than one choice above another, provided that of these ranks and the experts
-of an expert-parallel rank one number is a multiple of the other.
+ranks with equal batches, no expert has over one choice more than another, provided that the number of these ranks or
+the number of experts per expert-parallel rank is a multiple of the other.
 
-**Refused while serving.** A model that ran it would answer nonsense at full speed. So it is no option of any worker;
-nothing but `bench/` imports this module or sets `Ops.rechoose`, by which it gets into a model, which tests hold; and a
-call without the words of `ACKNOWLEDGEMENT` raises.
+**Refused while serving.** A model that ran it would answer nonsense at full speed. So it is not an option of any
+worker; only `bench/` imports this module or sets `Ops.rechoose`, by which it gets into a model, and tests enforce that;
+and a call without the text of `ACKNOWLEDGEMENT` raises an error.
 
 Source of the semantics: rtp-llm's FakeBalanceExpert. Legend: T tokens, K choices of each.
 """
@@ -34,20 +34,20 @@ def fake_balance_experts(
     ep_size: int = 1,
     implementation: Implementation = Implementation.AUTO,
 ) -> None:
-    """Overwrite experts with the balanced pattern and weights with 1, in place; one launch.
+    """Overwrite experts with the balanced pattern and weights with 1, in place, in one launch.
 
     Args:
         expert_TK: int32 or int64, contiguous.
         weight_TK: float32 or float64, contiguous.
-        num_experts: of the layer, a multiple of `ep_size`.
-        benchmark: `ACKNOWLEDGEMENT`, word for word.
-        dp_rank: of this batch.
-        dp_size: data-parallel ranks.
-        ep_size: expert-parallel ranks.
-        implementation: Triton's or torch's.
+        num_experts: experts of the layer, a multiple of `ep_size`.
+        benchmark: text of `ACKNOWLEDGEMENT`, verbatim.
+        dp_rank: data-parallel rank of this batch.
+        dp_size: number of data-parallel ranks.
+        ep_size: number of expert-parallel ranks.
+        implementation: implementation to use.
 
     Raises:
-        KernelArgumentInvalid: an argument is not that; the message names it.
+        KernelArgumentInvalid: an argument does not fit; the message names it.
     """
     require(benchmark == ACKNOWLEDGEMENT, "benchmark", "made-up choices are for benchmarks, and refused while serving")
     require_tensor("expert_TK", expert_TK, (None, None), (torch.int32, torch.int64))

@@ -1,22 +1,22 @@
-"""The experts of an MoE layer by grouped GEMMs: rows gathered by expert, so that only chosen experts are read.
+"""The experts of an MoE layer by grouped GEMMs: rows are grouped by expert, so only selected experts are read.
 
-Four launches without a host sync: choices are sorted into blocks (and x is quantized, where weights are float8); gate
-and up projections with silu(gate) * up, quantized again; the down projection times the choice's weight; the sum over a
-token's choices in the order they were chosen. No float is added atomically, a row is computed with one expert's
-weights and zeros beside it: what a token becomes depends on it alone for one set of tiles, and `invariant` fixes the
-set. A few tokens, whose experts seldom meet, are computed row by row instead, in two launches
-(`kernels.moe.vector_triton`).
+There are four launches and no host sync: sorting the routed rows into blocks (and quantizing x, if weights are float8);
+the gate and up projections with silu(gate) * up, quantized again; the down projection times the routing weight; and the
+sum over a token's choices in order of selection. No float is added atomically, and a block has rows of one expert and
+padding only, so a token's result depends on that token alone for one set of tiles; `invariant` fixes the set. A few
+tokens, which seldom share experts, are computed row by row instead, in two launches (`kernels.moe.vector_triton`).
 
-Unlike `kernels.moe.moe`, which rounds the gate's and the up projection's results to the dtype of x, what lies between
-the GEMMs is float32 until it is stored: silu(gate) * up once, rounded to the dtype of x or to float8. The order of
-the sum over choices is that of `kernels.moe.moe.experts`.
+Unlike `kernels.moe.moe`, which rounds the results of the gate and up projections to the dtype of x, intermediate values
+stay float32 until they are stored: silu(gate) * up is rounded once, to the dtype of x or to float8. The order of the
+sum over choices is that of `kernels.moe.moe.experts`.
 
-Weights in float8_e4m3fn have a scale for each 128 x 128 of them, activations one for each 128 columns of a row
-(DeepSeek-V3, section 3.3.2); partial sums are added to float32 every 128.
+Float8 weights have a scale for each 128 x 128 block, activations one for each 128 columns of a row (DeepSeek-V3,
+section 3.3.2); partial sums are added to float32 every 128.
 
-It refuses to know who else holds experts, or a part of them: ask for float32 and add the ranks' results. Rows of
-experts that other ranks hold have no block, so that nothing is read or computed for them. Legend: T tokens, K choices
-of each, E experts (of this rank), D hidden size, I intermediate size, J = 2 I.
+This module does not know which other ranks hold experts or parts of them: the caller requests float32 and adds the
+ranks' results. Rows of experts that other ranks hold have no block, so nothing is read or computed for them.
+
+Legend: T tokens, K choices of each, E experts (of this rank), D hidden size, I intermediate size, J = 2 I.
 """
 
 import functools
@@ -36,20 +36,20 @@ from baton.kernels.moe.align import GROUP, moe_align, moe_align_quantize, quanti
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.moe import ExpertWeights, held_ids
 
-_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
-KERNEL = "moe_gemm"  # in the table of tuned configurations
+_FORMS: Memo[bool] = Memo()  # checked calls, and whether Triton computes them
+KERNEL = "moe_gemm"  # name in the tuned table
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8ExpertWeights:
-    """Stacked experts in float8_e4m3fn: gate above up [E, 2 I, D] and down [E, D, I], both of I and D multiples of 128.
+    """Stacked float8_e4m3fn experts: gate above up [E, 2 I, D] and down [E, D, I]; I and D are multiples of 128.
 
     Attributes:
-        gate_up_EJD: the values.
+        gate_up_EJD: values.
         gate_up_scale: float32 [E, 2 I / 128, D / 128].
-        down_EDI: the values.
+        down_EDI: values.
         down_scale: float32 [E, D / 128, I / 128].
-        held: which experts they are; None: all of the layer, a part of each where ranks share them.
+        held: which experts these are; None: all experts of the layer, or a part of each where ranks share them.
     """
 
     gate_up_EJD: torch.Tensor
@@ -61,16 +61,16 @@ class Fp8ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the two GEMMs are cut and spread; `block_len` and the `outputs` only can change a result's bits.
+    """Tiling of the two GEMMs; only `block_len` and the `outputs` can change a result's bits.
 
     Attributes:
         block_len: rows of one expert that are computed together, 16 or more.
-        gated_outputs: columns of the intermediate size of one program; 128 for float8.
-        gated_warps: of such a program.
-        gated_stages: tiles on the way, of the gate and of the up projection each.
-        down_outputs: columns of the hidden size of one program.
-        down_warps: of such a program.
-        down_stages: tiles on the way.
+        gated_outputs: columns of the intermediate size per program; 128 for float8.
+        gated_warps: warps of such a program.
+        gated_stages: tiles in flight, of the gate and of the up projection each.
+        down_outputs: columns of the hidden size per program.
+        down_warps: warps of such a program.
+        down_stages: tiles in flight.
     """
 
     block_len: int
@@ -93,21 +93,21 @@ def experts_grouped(
     tiles: Tiles | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """The MoE output [T, D]; never waits for the host, so it may be captured.
+    """Compute the MoE output [T, D]; the host never waits, so the call may be captured.
 
     Args:
         x_TD: bfloat16 or float16; the reference takes float32 and float64, too.
-        weight_TK: float32 (float64 for the reference).
-        expert_TK: int32 or int64; an id that is none of the E experts', which begin at 0 or at the first that is held,
-            adds nothing.
-        weights: of x's dtype, or float8. Contiguous.
-        out_dtype: of the result, x's unless said; float32 where ranks' results are to be added.
-        invariant: whether tiles may not depend on how many tokens there are.
-        tiles: in place of the tuned ones, for the tuner.
-        implementation: Triton's or torch's.
+        weight_TK: routing weights, float32 (float64 for the reference).
+        expert_TK: int32 or int64; ids outside this rank's E experts, which begin at 0 or at the first held one, add
+            nothing.
+        weights: expert weights in x's dtype, or float8. Contiguous.
+        out_dtype: dtype of the result, x's by default; float32 where ranks' results are to be added.
+        invariant: whether tiles must not depend on the number of tokens.
+        tiles: tiles to use instead of the tuned ones, for the tuner.
+        implementation: implementation to use.
 
     Raises:
-        KernelArgumentInvalid: an argument is not that; the message names it.
+        KernelArgumentInvalid: an argument does not fit; the message names it.
     """
     scales = (weights.gate_up_scale, weights.down_scale) if isinstance(weights, Fp8ExpertWeights) else (None, None)
     key = (
@@ -141,7 +141,7 @@ def experts_grouped(
         rows = None if invariant else _own_rows(expert_TK.numel(), weights.held)
         device_index = x_TD.device.index if x_TD.device.type == "cuda" else None
         tiles = choose_tiles(num_experts, inner_size, hidden, is_fp8, rows, expert_TK.shape[1], device_index)
-    if is_fp8:  # a program quantizes whole groups, and multiplies with one scale at a time
+    if is_fp8:  # a program quantizes whole groups, and multiplies by one scale at a time
         fits = tiles.gated_outputs == GROUP and GROUP % tiles.down_outputs == 0
         require(fits, "tiles", f"do not go with groups of {GROUP}: {tiles}")
     values_TD, scale_TG = x_TD, None
@@ -163,7 +163,7 @@ def experts_grouped(
 
 
 def _own_rows(num_rows: int, held: HeldExperts | None) -> int:
-    """Of so many, those that this rank's experts get where all experts get as many; one at least."""
+    """Estimate how many rows this rank's experts get if rows are spread evenly over all experts; at least one."""
     return num_rows if held is None else -(-num_rows * held.count // held.num_all)
 
 
@@ -213,16 +213,16 @@ def choose_tiles(
     num_chosen: int,
     device_index: int | None = None,
 ) -> Tiles:
-    """The tuned tiles, else the rule's; `num_rows` None asks for those that serve any number of rows."""
+    """Return the tuned tiles, else the rule's; with `num_rows` None, tiles that serve any number of rows."""
     if num_rows is None:
         return Tiles(16, 128, 4, 3, 128, 4, 4) if is_fp8 else Tiles(16, 64, 4, 4, 128, 4, 4)
     shape, num_tokens = shape_name(num_experts, inner_size, hidden, is_fp8), -(-num_rows // num_chosen)
-    # Tuned are decode steps. Chunks of prompts reach experts by many rows, and blocks of few would read weights again.
+    # Only decode steps are tuned. Prefill chunks give experts many rows; blocks of few rows would reread weights.
     found = tuning.find(KERNEL, shape, num_tokens, device_index, reaches_on=False)
     if found is not None:
         return tiles_of(found)
     mean = num_rows / num_experts
-    # With fewer programs than multiprocessors each must have more of its weights on the way.
+    # With fewer programs than multiprocessors, each must have more of its weights in flight.
     outputs = 128 if is_fp8 else 64
     is_few = min(num_rows, num_experts) * -(-inner_size // outputs) <= 132
     if is_fp8:
@@ -235,17 +235,17 @@ def choose_tiles(
 
 
 def shape_name(num_experts: int, inner_size: int, hidden: int, is_fp8: bool) -> str:
-    """As the table of tuned configurations has it."""
+    """Name of a shape in the tuned table."""
     return f"{'fp8' if is_fp8 else 'bf16'} {num_experts}x{inner_size}x{hidden}"
 
 
 def tiles_of(options: Mapping[str, Any]) -> Tiles:
-    """A row of the table as tiles."""
+    """Convert a row of the table to tiles."""
     return Tiles(**{name: int(options[name]) for name in Tiles.__slots__})
 
 
 def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Weights [..., N, K] with scales [..., N / 128 rounded up, K / 128] -> float32."""
+    """Multiply weights [..., N, K] by scales [..., N / 128 rounded up, K / 128] -> float32."""
     wide = scale.repeat_interleave(GROUP, dim=-2)[..., : values.shape[-2], :].repeat_interleave(GROUP, dim=-1)
     return values.float() * wide
 
@@ -257,7 +257,7 @@ def experts_grouped_reference(
     weights: ExpertWeights | Fp8ExpertWeights,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """In torch, expert after expert; on a GPU every expert for every token, so that the host never waits."""
+    """Compute it in torch, expert by expert; on a GPU every expert for every token, so that the host never waits."""
     wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     num_experts = weights.down_EDI.shape[0]
     is_cpu = x_TD.device.type == "cpu"
@@ -280,7 +280,7 @@ def experts_grouped_reference(
 
 
 def _rounded(x: torch.Tensor, weights: ExpertWeights | Fp8ExpertWeights) -> torch.Tensor:
-    """What a GEMM with these weights sees of x."""
+    """Round x as a GEMM with these weights does."""
     if not isinstance(weights, Fp8ExpertWeights):
         return x
     values, scale = quantize_reference(x)

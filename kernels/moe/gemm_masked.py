@@ -1,15 +1,15 @@
-"""The masked grouped GEMM: every expert's own rows, as many as it says on the device, times its own weights.
+"""The masked grouped GEMM: each expert's rows, whose number is on the device, times the expert's weights.
 
-The form that an exchange between expert-parallel ranks leaves behind: a buffer [E, M, K] of which only the first
-masked_m[e] rows of each expert are filled. Rows beyond are neither read nor written, experts without rows cost
-nothing, and one call quantizes (where activations are not float8 yet), pads within its tiles, and multiplies.
-Programs, as many as `num_sms` allows, walk over the tiles that have rows.
+The input is what an exchange between expert-parallel ranks leaves behind: a buffer [E, M, K] of which only the first
+masked_m[e] rows of each expert are filled. Rows beyond are neither read nor written, and experts without rows cost
+nothing. One call quantizes (if activations are not float8 yet), pads within its tiles, and multiplies. Programs, as
+many as `num_sms` allows, walk over the tiles that have rows.
 
-With operands swapped, weights are the wgmma's M side and rows its N side: 16 rows cost no more than they need. Up to
-64 rows that is the faster form; it needs Hopper's instructions, so elsewhere `auto` leaves them in order.
+With swapped operands, weights are the wgmma's M side and rows its N side, so that 16 rows cost no more than they need.
+That is faster for up to 64 rows. It needs Hopper's instructions, so elsewhere `auto` does not swap.
 
-It refuses epilogues: those are of the gather form, `kernels.moe.gemm`. Legend: E experts, M rows, N outputs, K inputs,
-G groups of 128 inputs.
+There is no epilogue; `kernels.moe.gemm` has those. Legend: E experts, M rows, N outputs, K inputs, G groups of 128
+inputs.
 """
 
 import functools
@@ -27,21 +27,21 @@ from baton.kernels.moe.align import GROUP, quantize_reference
 from baton.kernels.moe.gemm import dequantize
 
 KERNEL = "moe_gemm_masked"
-MAX_SWAPPED = 64  # rows of an expert up to which operands are swapped
+MAX_SWAPPED = 64  # up to this many rows of an expert, operands are swapped
 _DEFAULT_SMS = 132
 _SHARED_BYTES = 227 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedTiles:
-    """How the GEMM is cut and spread; rows and outputs only can change a result's bits.
+    """Tiling of the GEMM; only `rows` and `outputs` can change a result's bits.
 
     Attributes:
-        rows: of one tile.
-        outputs: of one tile.
-        warps: of a program.
-        stages: tiles of weights on the way.
-        programs: of one multiprocessor.
+        rows: rows of a tile.
+        outputs: outputs of a tile.
+        warps: warps of a program.
+        stages: tiles of weights in flight.
+        programs: programs per multiprocessor.
     """
 
     rows: int
@@ -65,7 +65,7 @@ def moe_gemm_masked(
     tiles: MaskedTiles | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """out[e, :masked_m[e]] = a[e, :masked_m[e]] b[e]^T, [E, M, N]; never waits for the host.
+    """Compute out[e, :masked_m[e]] = a[e, :masked_m[e]] b[e]^T, [E, M, N]; the host never waits.
 
     Args:
         a_EMK: bfloat16 or float16, or float8_e4m3fn with `a_scale_EGM`. Contiguous.
@@ -73,15 +73,15 @@ def moe_gemm_masked(
         b_ENK: float8_e4m3fn with `b_scale`, or a's dtype. Contiguous.
         a_scale_EGM: float32 [E, K / 128, M], contiguous.
         b_scale: float32 [E, N / 128 rounded up, K / 128], contiguous.
-        swap_ab: whether weights are the wgmma's M side; None: where it pays.
-        num_sms: multiprocessors that may be used; None: all.
-        out_EMN: bfloat16 or float16, contiguous; made where it is not given, its rows beyond masked_m arbitrary.
-        invariant: whether tiles may not depend on M.
-        tiles: in place of the tuned ones, for the tuner.
-        implementation: Triton's or torch's.
+        swap_ab: whether weights are the wgmma's M side; None: where that is faster.
+        num_sms: number of multiprocessors that may be used; None: all.
+        out_EMN: bfloat16 or float16, contiguous; allocated if None. Rows beyond masked_m are arbitrary if allocated.
+        invariant: whether tiles must not depend on M.
+        tiles: tiles to use instead of the tuned ones, for the tuner.
+        implementation: implementation to use.
 
     Raises:
-        KernelArgumentInvalid: an argument is not that; the message names it.
+        KernelArgumentInvalid: an argument does not fit; the message names it.
     """
     _check(a_EMK, masked_m_E, b_ENK, a_scale_EGM, b_scale, num_sms)
     num_experts, num_rows, _ = a_EMK.shape
@@ -153,7 +153,7 @@ def _check(
 def choose_tiles(
     shape_ENK: tuple[int, ...], is_fp8: bool, swap_ab: bool, num_rows: int | None, device_index: int | None
 ) -> MaskedTiles:
-    """The tuned tiles of the swapped form, else the rule's; `num_rows` None asks for those that serve any."""
+    """Return the tuned tiles of the swapped form, else the rule's; with `num_rows` None, tiles for any number of rows."""
     if swap_ab and num_rows is not None:
         found = tuning.find(KERNEL, shape_name(shape_ENK, is_fp8), num_rows, device_index)
         if found is not None:
@@ -167,18 +167,18 @@ def choose_tiles(
 
 
 def max_programs(rows: int, outputs: int, stages: int) -> int:
-    """Programs of a multiprocessor that its shared memory holds."""
+    """Number of programs that fit a multiprocessor's shared memory."""
     return max(1, min(4, _SHARED_BYTES // (stages * (rows + outputs) * 128 + 2048)))
 
 
 def shape_name(shape_ENK: tuple[int, ...], is_fp8: bool) -> str:
-    """As the table of tuned configurations has it."""
+    """Name of a shape in the tuned table."""
     num_experts, num_outputs, num_inputs = shape_ENK
     return f"{'fp8' if is_fp8 else 'bf16'} {num_experts}x{num_outputs}x{num_inputs}"
 
 
 def tiles_of(options: Mapping[str, Any]) -> MaskedTiles:
-    """A row of the table as tiles."""
+    """Convert a row of the table to tiles."""
     return MaskedTiles(**{name: int(options[name]) for name in MaskedTiles.__slots__})
 
 
@@ -191,7 +191,7 @@ def _num_sms(device_index: int | None) -> int:
 
 @functools.cache
 def _has_wgmma(device_index: int | None) -> bool:
-    """Without a GPU, yes: so that tests try what serves."""
+    """Return whether the GPU has wgmma; True without a GPU, so that tests cover the served form."""
     return device_index is None or torch.cuda.get_device_capability(device_index)[0] == 9
 
 
@@ -203,7 +203,7 @@ def moe_gemm_masked_reference(
     b_scale: torch.Tensor | None,
     out_EMN: torch.Tensor,
 ) -> None:
-    """In torch, expert after expert; rows beyond masked_m stay as they are."""
+    """Compute it in torch, expert by expert; rows beyond masked_m stay as they are."""
     row_M = torch.arange(a_EMK.shape[1], device=a_EMK.device)
     for expert in range(a_EMK.shape[0]):
         is_row_M1 = (row_M < masked_m_E[expert])[:, None]

@@ -1,4 +1,4 @@
-"""Which of a layer's experts a rank holds where ranks hold different ones, each whole. Without torch."""
+"""Describes which of a layer's experts a rank holds, where ranks hold different whole experts. Without torch."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from baton.kernels.moe.expert_map import first_map
 
 @dataclass(frozen=True, slots=True)
 class HeldExperts:
-    """Neighbouring slots, each with an expert; the others of the layer are at other ranks.
+    """Consecutive slots with an expert each; the other slots of the layer are at other ranks.
 
-    Where experts do not move there is a slot for each, of its own number.
+    If experts do not move, each expert has the slot of its own number.
 
     Attributes:
-        first: the first one's number, as the router counts.
-        count: how many.
+        first: number of the first slot, as the router counts.
+        count: number of slots.
         num_all: slots of the layer.
-        num_redundant: how many of them are more than there are experts: some have several.
-        may_move: whether slots get other experts while the model serves (`kernels.moe.expert_slots`).
+        num_redundant: number of slots beyond the number of experts, so that some experts have several.
+        may_move: whether slots change their experts while the model serves (`kernels.moe.expert_slots`).
     """
 
     first: int
@@ -27,22 +27,22 @@ class HeldExperts:
 
     @property
     def num_experts(self) -> int:
-        """Of the layer."""
+        """Number of experts of the layer."""
         return self.num_all - self.num_redundant
 
     @property
     def world_size(self) -> int:
-        """Ranks that share the layer."""
+        """Number of ranks that share the layer."""
         return self.num_all // self.count
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The experts that are loaded into the slots, as the router counts."""
+        """Experts that are loaded into the slots, as the router counts."""
         return first_map(self.num_experts, self.num_redundant)[self.first : self.first + self.count]
 
     @classmethod
     def of_rank(cls, num_experts: int, rank: int, size: int, num_redundant: int | None = None) -> "HeldExperts":
-        """Those of one of `size` ranks, which divides the slots; with a number of redundant ones experts may move."""
+        """Slots of one of `size` ranks, which divides the slots; with a number of redundant ones, experts may move."""
         num_all = num_experts + (num_redundant or 0)
         count = num_all // size
         return cls(rank * count, count, num_all, num_redundant or 0, num_redundant is not None)

@@ -1,15 +1,15 @@
-"""A sparse mixture of experts: softmax router, top-k, SwiGLU experts, weighted sum.
+"""A sparse MoE layer: softmax router, top-k, SwiGLU experts, weighted sum.
 
-Source: Shazeer et al. 2017; transformers `Qwen3MoeSparseMoeBlock`. The router's softmax is float32 (float64 for
-float64). Among equal probabilities the lower expert wins. A token's experts are summed in descending order of
-probability, in the wide dtype, whatever rows are computed beside it.
+The router's softmax is float32 (float64 for float64). Among equal probabilities the lower expert wins. A token's
+experts are summed in descending order of probability, in the wide dtype, whatever rows are computed beside it.
 
-Ranks that share the experts hold a part of every expert's intermediate dimension each, or different experts, whole.
-Ranks add their MoE outputs once a layer (`kernels.gemm.inner_sum`); in invariant numerics, where they hold
-different experts, what each choice made of a token, so that choices are added in one order on any number of ranks.
+Ranks that share the experts hold either a part of every expert's intermediate dimension, or different experts, whole.
+Ranks add their MoE outputs once a layer (`kernels.gemm.inner_sum`). With different experts in batch-invariant numerics,
+they add the outputs per choice instead, so that choices are added in one order on any number of ranks.
 
+Source: Shazeer et al. 2017; transformers `Qwen3MoeSparseMoeBlock`.
 Legend: T tokens, E experts (of this rank), K experts of a token, D hidden size, I intermediate size of an expert (of
-this rank), C slices of it, i of them one slice.
+this rank), C slices of it, i the size of a slice.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 GateUp = Callable[[torch.Tensor], torch.Tensor]
 Slices = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Up to this many rows, computing every expert for every row costs less than telling them apart.
+# Up to this much work (rows x experts), computing every expert for every row costs less than sorting.
 _MAX_DENSE_WORK = 512
 
 
@@ -39,9 +39,9 @@ class ExpertWeights:
     """Stacked experts: gate above up [E, 2 I, D], and down [E, D, I].
 
     Attributes:
-        gate_up_EJD: as said.
-        down_EDI: as said.
-        held: which experts they are; None: all of the layer, a part of each where ranks share them.
+        gate_up_EJD: gate above up, J = 2 I.
+        down_EDI: down projections.
+        held: which experts these are; None: all experts of the layer, or a part of each where ranks share them.
     """
 
     gate_up_EJD: torch.Tensor
@@ -50,15 +50,15 @@ class ExpertWeights:
 
 
 def route(logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [T, K] in the wide dtype, and experts [T, K] int64, most probable first."""
+    """Select experts: weights [T, K] in the wide dtype, and experts [T, K] int64, most probable first."""
     wide = wide_dtype(logits_TE.dtype)
     probability_TE = torch.softmax(logits_TE.to(wide), dim=-1)
     return _choose(probability_TE, num_chosen, renormalise)
 
 
 def route_invariant(logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with sums in fixed order."""
-    # In three steps: the library's sum over E is ordered by shape.
+    """Select experts with sums in fixed order."""
+    # Softmax in three steps, because the library's order of the sum over E depends on the shape.
     logits_TE = logits_TE.to(wide_dtype(logits_TE.dtype))
     weight_TE = torch.exp(logits_TE - logits_TE.amax(dim=-1, keepdim=True))
     total_T1 = _sum_columns(weight_TE)
@@ -74,7 +74,7 @@ def _choose(probability_TE: torch.Tensor, num_chosen: int, renormalise: bool) ->
 
 
 def _sum_columns(x_TE: torch.Tensor) -> torch.Tensor:
-    """[T, 1], column after column."""
+    """Sum [T, E] to [T, 1], column after column."""
     total_T1 = x_TE[:, :1].clone()
     for column in range(1, x_TE.shape[1]):
         total_T1 += x_TE[:, column : column + 1]
@@ -82,7 +82,7 @@ def _sum_columns(x_TE: torch.Tensor) -> torch.Tensor:
 
 
 def _combine(output_CTKD: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
-    """Weighted sum over a token's experts, the most probable first, then over slices: [T, D] in the wide dtype."""
+    """Add a token's weighted experts, the most probable first, then slices: [T, D] in the wide dtype."""
     weighted_CTKD = output_CTKD.to(weight_TK.dtype) * weight_TK[..., None]
     mixed_CTD = weighted_CTKD[:, :, 0]
     for choice in range(1, weight_TK.shape[1]):
@@ -91,7 +91,7 @@ def _combine(output_CTKD: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor
 
 
 def held_ids(expert_TK: torch.Tensor, held: HeldExperts | None) -> torch.Tensor:
-    """The choice as places [T, K] among this rank's experts; E where another rank holds the expert."""
+    """Convert choices to indices [T, K] into this rank's experts; E where another rank holds the expert."""
     if held is None:
         return expert_TK
     id_TK = expert_TK - held.first
@@ -107,7 +107,7 @@ def _run_sorted(
     down: Slices,
     num_slices: int = 1,
 ) -> torch.Tensor:
-    """Each expert on its own rows -> [C, T, K, D], C slices as `down` makes them; 0 for experts of other ranks.
+    """Compute each expert on its own rows -> [C, T, K, D], C slices from `down`; 0 for experts of other ranks.
 
     Counts go to the host: on CUDA this waits for the device.
     """
@@ -134,13 +134,13 @@ def _run_sorted(
 
 
 def _run_dense(x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp) -> torch.Tensor:
-    """Every expert on every row, then the chosen ones -> [1, T, K, D]; never waits for the device."""
+    """Compute every expert on every row, then pick the selected ones -> [1, T, K, D]; never waits for the device."""
     all_ETI = gate(torch.matmul(x_TD, weights.gate_up_EJD.transpose(1, 2)))
     return _chosen(torch.bmm(all_ETI, weights.down_EDI.transpose(1, 2)), expert_TK)[None]
 
 
 def _chosen(all_ETD: torch.Tensor, expert_TK: torch.Tensor) -> torch.Tensor:
-    """[T, K, D]; 0 for experts of other ranks."""
+    """Pick the selected experts' outputs, [T, K, D]; 0 for experts of other ranks."""
     num_experts, num_tokens, _ = all_ETD.shape
     token_T1 = torch.arange(num_tokens, device=all_ETD.device)[:, None]
     chosen_TKD = all_ETD[expert_TK.clamp(max=num_experts - 1), token_T1]
@@ -150,9 +150,9 @@ def _chosen(all_ETD: torch.Tensor, expert_TK: torch.Tensor) -> torch.Tensor:
 def _run_dense_sliced(
     x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp, num_slices: int
 ) -> torch.Tensor:
-    """The same by slices of the intermediate dimension -> [C, T, K, D].
+    """Compute the same by slices of the intermediate dimension -> [C, T, K, D].
 
-    Every GEMM has the shape and the layout it has at any other number of ranks, so that it is rounded alike.
+    Every GEMM has the same shape and layout for any number of ranks, so that it rounds alike.
     """
     num_experts = weights.down_EDI.shape[0]
     x_ETD = x_TD.expand(num_experts, -1, -1).contiguous()
@@ -177,7 +177,7 @@ def experts(
     may_wait: bool,
     inner: InnerSum,
 ) -> torch.Tensor:
-    """The MoE output, [T, D]. Only where `may_wait` may the host wait for a CUDA device."""
+    """Compute the MoE output, [T, D]. The host may wait for a CUDA device only if `may_wait`."""
     expert_TK = held_ids(expert_TK, weights.held)
     may_sort = x_TD.device.type == "cpu" or may_wait
     if may_sort and x_TD.shape[0] * weights.down_EDI.shape[0] > _MAX_DENSE_WORK:
@@ -195,7 +195,7 @@ def experts_invariant(
     may_wait: bool,
     inner: InnerSum,
 ) -> torch.Tensor:
-    """The same, a row independent of the others: padded rows on a CPU, tiles of fixed shape on CUDA (no waiting)."""
+    """Compute the same with independent rows: padded rows on a CPU, tiles of fixed shape on CUDA (no waiting)."""
     del may_wait
     expert_TK, inner_size = held_ids(expert_TK, weights.held), weights.down_EDI.shape[2]
     num_slices = inner.num_slices(inner_size) if weights.held is None else slices_of(inner_size)
@@ -216,8 +216,8 @@ def experts_invariant(
 def _add_invariant(
     output_CTKD: torch.Tensor, weight_TK: torch.Tensor, held: HeldExperts | None, inner: InnerSum
 ) -> torch.Tensor:
-    """The MoE output of all ranks, [T, D] in the wide dtype, added in one order however experts lie over them."""
+    """Add the MoE output of all ranks, [T, D] in the wide dtype, in one order however experts are distributed."""
     if held is None:
         return inner.add_ranks(_combine(output_CTKD, weight_TK))
-    # One rank has a choice's result and the others 0, which moves no bit.
+    # One rank has a choice's result and the others have 0, which changes no bit.
     return _combine(inner.add_ranks(output_CTKD.to(weight_TK.dtype)), weight_TK)

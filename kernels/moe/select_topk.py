@@ -1,13 +1,13 @@
-"""Which experts a token is sent to, and how much each weighs.
+"""Selects each token's experts and their weights.
 
-Three routers: softmax over all experts (Shazeer et al. 2017), the same renormalised over the chosen (Qwen3 MoE), and
-sigmoid scores with a bias that takes part in the choice alone and groups of experts of which only the best take part
-(DeepSeek-V3, section 2.1.2). Among equals the lowest index wins; a logit that is NaN counts as -inf and +inf as the
-largest finite; all is computed in float32, from the token's own logits alone.
+Three routers: softmax over all experts (Shazeer et al. 2017); the same, renormalised over the selected experts (Qwen3
+MoE); and sigmoid scores, with a bias that affects the selection only, and with groups of experts of which only the best
+take part (DeepSeek-V3, section 2.1.2). Among equals the lowest index wins. A logit that is NaN counts as -inf, and +inf
+as the largest finite number. Everything is computed in float32, from the token's own logits alone.
 
-It refuses to change a choice once made: that is `kernels.moe.fake_balance`, for benchmarks.
+A selection is never changed here; `kernels.moe.fake_balance` does that, for benchmarks.
 
-Legend: T tokens, E experts, K chosen, G groups.
+Legend: T tokens, E experts, K selected, G groups.
 """
 
 from enum import Enum
@@ -22,12 +22,12 @@ from baton.kernels.tiles import ordered_sum, wide_dtype
 
 MAX_EXPERTS = 1024
 MAX_CHOSEN = 32
-_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
+_FORMS: Memo[bool] = Memo()  # checked calls, and whether Triton computes them
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class Scoring(Enum):
-    """What becomes of logits."""
+    """Function applied to the logits."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -46,26 +46,27 @@ def select_topk(
     expert_dtype: torch.dtype = torch.int64,
     implementation: Implementation = Implementation.AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights, float32 [T, K], and experts [T, K], best first; one launch.
+    """Return weights, float32 [T, K], and experts [T, K], best first, in one launch.
 
-    Softmax chooses by logit, sigmoid by score, and both by score + bias where there is a bias; the weights are scores
-    without it. With groups, a group's rank is the sum of its two best, and experts of groups that are not kept count as
-    -inf. Weights that are renormalised are divided by their sum (0 stays 0), then all are multiplied by `scaling`.
+    Softmax selects by logit, sigmoid by score, and both by score + bias where there is a bias; the weights are scores
+    without the bias. With groups, a group's rank is the sum of its two best, and experts of groups that are not kept
+    count as -inf. Renormalised weights are divided by their sum (0 stays 0); then all weights are multiplied by
+    `scaling`.
 
     Args:
         logits_TE: bfloat16, float16 or float32, rows contiguous.
         num_chosen: K.
-        scoring: of a logit.
+        scoring: function applied to the logits.
         renormalise: whether a token's weights are made to sum to 1.
         bias_E: float32, contiguous.
-        num_groups: equal groups of neighbouring experts.
-        num_kept_groups: groups that take part.
-        scaling: of the weights.
+        num_groups: number of equal groups of neighbouring experts.
+        num_kept_groups: number of groups that take part.
+        scaling: factor of the weights.
         expert_dtype: int32 or int64.
-        implementation: Triton's or torch's.
+        implementation: implementation to use.
 
     Raises:
-        KernelArgumentInvalid: an argument is not that; the message names it.
+        KernelArgumentInvalid: an argument does not fit; the message names it.
     """
     groups = (num_groups, num_kept_groups)
     key = signature(logits_TE), signature(bias_E), num_chosen, groups, expert_dtype, implementation
@@ -124,7 +125,7 @@ def select_topk_reference(
     groups: tuple[int, int],
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In torch, float64 in that dtype; experts are int64. A row's result depends on that row alone."""
+    """Compute it in torch, float64 in that dtype; experts are int64. A row's result depends on that row alone."""
     negative = float("-inf")
     wide = wide_dtype(logits_TE.dtype)
     logits_TE = logits_TE.to(wide).nan_to_num(nan=negative, posinf=_LARGEST, neginf=negative)

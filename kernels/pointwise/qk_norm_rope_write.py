@@ -1,15 +1,15 @@
-"""From the output of a layer's QKV GEMM to what attention reads, in one launch for a layer.
+"""QK norm, RoPE and the write of K and V into the pool: QKV GEMM output to attention input in one launch.
 
-Queries and keys are normalised head by head, where the model has norms, and turned by their positions; queries come out
-in a tensor of their own, keys and values in their slots of the pool. Sources: transformers `LlamaAttention` (no norms),
-`Qwen2Attention` (biases), `Qwen3Attention`, `Qwen3NextAttention` (gated queries, partial rotation, 1 + w),
-`Qwen2VLModel` and `Qwen3VLModel` (three positions a token).
+Queries and keys are normalised head by head, where the model has norms, and rotated by their positions. Queries are
+returned in a tensor of their own; keys and values go to their slots of the pool. There is one launch per layer.
 
-Rounding is that of `model.attention`, bit for bit but for the order of sums. A bias is added to the rounded output of
-the GEMM, and the sum rounded. The norm rounds to that dtype before and after the weight (with 1 + w once, after it).
-The rotation is float32 and rounds once. Float8 is made of these values times 1 / scale, saturating. A row's result
-depends on that row alone.
+Rounding is that of `model.attention`, bit for bit except for the order of sums. A bias is added to the rounded output
+of the GEMM, and the sum rounded. The norm rounds to that dtype before and after the weight (with 1 + w once, after it).
+The rotation is computed in float32 and rounded once. Float8 is made from these values times 1 / scale, saturating. A
+row's result depends on that row alone.
 
+Sources: transformers `LlamaAttention` (no norms), `Qwen2Attention` (biases), `Qwen3Attention`, `Qwen3NextAttention`
+(gated queries, partial rotation, 1 + w), `Qwen2VLModel` and `Qwen3VLModel` (three positions a token).
 Legend: T tokens, X columns of the GEMM's output, Q query heads, H KV heads, D head size, F = rotary size / 2, P
 positions of a table, N blocks, S positions of a block.
 """
@@ -31,20 +31,20 @@ from baton.kernels.pointwise.rope_angles_triton import BY_POSITION, BY_TOKEN, FR
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64)
 _FLOAT8 = torch.float8_e4m3fn
-_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
+_FORMS: Memo[bool] = Memo()  # checked calls, and whether Triton computes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """How heads are turned: by tables for each token or position, or by inverse frequencies.
+    """How heads are rotated: by tables for each token or position, or by inverse frequencies.
 
     Attributes:
-        dim: first columns of a head that are turned; the others stay.
+        dim: number of leading columns of a head that are rotated; the others stay.
         tables: cosines and sines, float32 [T, F], or [P, F] if `positions` are given.
         inverse_F: float32 inverse frequencies, instead of tables.
-        interleaved: pairs are neighbours; else they are half of `dim` apart (NeoX).
-        sections: pairs that turn by time, height and width; positions are then [3, T].
-        alternating: these pairs take turns (Qwen3-VL); else they follow each other (Qwen2-VL).
+        interleaved: whether pairs are neighbours; otherwise they are half of `dim` apart (NeoX).
+        sections: numbers of pairs rotated by time, height and width; positions are then [3, T].
+        alternating: whether these pairs alternate (Qwen3-VL); otherwise they follow each other (Qwen2-VL).
     """
 
     dim: int
@@ -57,7 +57,7 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorms:
-    """Norms of query and key heads: weights [D] in the dtype of the GEMM output, multiplied as they are or as 1 + w."""
+    """Norms of query and key heads: weights [D] in the dtype of the GEMM output, used as w or as 1 + w."""
 
     query_D: torch.Tensor
     key_D: torch.Tensor
@@ -66,13 +66,13 @@ class HeadNorms:
 
     @property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of queries and keys."""
+        """Weights for queries and keys."""
         return self.query_D, self.key_D
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPool:
-    """A layer of the pool, [N, H, S, D] each, and float32 scales [1] or [H] if it holds float8."""
+    """A layer of the pool: K and V, [N, H, S, D] each, and float32 scales [1] or [H] if it holds float8."""
 
     key_NHSD: torch.Tensor
     value_NHSD: torch.Tensor
@@ -81,7 +81,7 @@ class LayerPool:
 
     @property
     def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of keys and values, of a pool of float8."""
+        """Scales of keys and values, if the pool holds float8."""
         return None if self.key_scale is None or self.value_scale is None else (self.key_scale, self.value_scale)
 
 
@@ -102,15 +102,15 @@ def qk_norm_rope_write(
 
     Args:
         qkv_TX: query heads, key heads, value heads; rows may be strided.
-        norms: of queries and keys; None: they are turned as they are.
-        rotation: of queries and keys.
-        slots_T: int32 or int64, block * S + offset of each token; -1 writes nothing. No two may be the same.
-        pool: where keys and values go: the dtype of the GEMM output, or float8 (e4m3) with scales.
-        num_query: query heads.
-        bias_X: in the dtype of the GEMM output, added to every row of it; None: nothing is.
+        norms: norms of queries and keys; None: they are not normalised.
+        rotation: rotation of queries and keys.
+        slots_T: int32 or int64, block * S + offset of each token; -1 writes nothing. No slot may occur twice.
+        pool: destination of keys and values: the dtype of the GEMM output, or float8 (e4m3) with scales.
+        num_query: number of query heads.
+        bias_X: bias in the dtype of the GEMM output, added to every row of it; None: no bias.
         positions: int32 or int64 [T], or [3, T] with sections; None if the tables are for each token.
-        gated: each query head is followed by its gate, [D] as well, which is left where it is.
-        implementation: see there.
+        gated: whether each query head is followed by its gate, also [D], which is left where it is.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit.
@@ -158,7 +158,7 @@ def _key(
     pool: LayerPool,
     positions: torch.Tensor | None,
 ) -> Hashable:
-    """All that checks read of these."""
+    """Everything that checks read of these arguments."""
     tables = rotation.tables
     return (
         signature(qkv_TX), signature(bias_X), None if norms is None else tuple(map(signature, norms.weights)),
@@ -254,7 +254,7 @@ def _reference(
     positions: torch.Tensor | None,
     gated: bool,
 ) -> torch.Tensor:
-    """In torch; may wait for the device."""
+    """Compute it in torch; may wait for the device."""
     _, num_kv, _, head_dim = pool.key_NHSD.shape
     heads_TXD = qkv_TX.unflatten(1, (-1, head_dim))
     query_THD, key_THD, value_THD = heads_TXD.split([num_query * (2 if gated else 1), num_kv, num_kv], dim=1)

@@ -1,8 +1,10 @@
-"""RMSNorm as Qwen3 has it: x / sqrt(mean(x^2) + eps) * weight, computed in float32 (float64 for float64).
+"""RMSNorm as in Qwen3: x / sqrt(mean(x^2) + eps) * weight, computed in float32 (float64 for float64).
 
-Source: Zhang and Sennrich 2019; transformers `Qwen3RMSNorm`. The weight multiplies plainly, without the (1 + w) of
-Gemma and Qwen3-Next, unless `plus_one` asks for it, which rounds once, after the weight. Legend: ... any leading
-dimensions, T rows, D normalised size, G groups of 128 columns, R rows with those that fill up.
+The weight is a plain factor, without the (1 + w) of Gemma and Qwen3-Next, unless `plus_one` is set, which rounds once,
+after the weight.
+
+Source: Zhang and Sennrich 2019; transformers `Qwen3RMSNorm`.
+Legend: ... any leading dimensions, T rows, D normalised size, G groups of 128 columns, R rows including padding.
 """
 
 from dataclasses import dataclass
@@ -17,20 +19,20 @@ from baton.kernels.memo import Memo, signature
 from baton.kernels.pointwise import rms_norm_triton
 from baton.kernels.tiles import ordered_sum, wide_dtype
 
-MAX_LEN = 16_384  # of a row that one program holds
+MAX_LEN = 16_384  # longest row that one program holds
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
+_FORMS: Memo[bool] = Memo()  # checked calls, and whether Triton computes them
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
-    """[..., D] normalised over the last dimension, in the dtype of `x`."""
+    """Normalise [..., D] over the last dimension, in the dtype of `x`."""
     wide = x.to(wide_dtype(x.dtype))
     mean_square = wide.square().mean(dim=-1, keepdim=True)
     return _weighted(wide * torch.rsqrt(mean_square + eps), weight_D, x.dtype, plus_one)
 
 
 def rms_norm_invariant(x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
-    """The same with a sum in fixed order."""
+    """Compute the same with a sum in fixed order."""
     wide = x.to(wide_dtype(x.dtype))
     mean_square = ordered_sum(wide.square()) / x.shape[-1]
     return _weighted(wide * torch.rsqrt(mean_square + eps), weight_D, x.dtype, plus_one)
@@ -42,7 +44,7 @@ def _weighted(wide: torch.Tensor, weight_D: torch.Tensor, dtype: torch.dtype, pl
 
 @dataclass(frozen=True, slots=True)
 class NormedRows:
-    """What `rms_norm_fused` gives.
+    """Result of `rms_norm_fused`.
 
     Attributes:
         rows: [T, D] in the dtype of `x`, or [R, D] float8.
@@ -68,23 +70,23 @@ def rms_norm_fused(
     num_padded: int | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> NormedRows:
-    """A norm with what stands before and behind it, in one launch. A row's result depends on that row alone.
+    """Compute a norm with optional residual, gate and quantization in one launch. A row depends on that row alone.
 
-    Rounding, with `to` for the dtype of `x`: `to(wide * rsqrt(mean + eps))`, then times the weight, rounded again; with
-    `plus_one` once, after the product with (1 + w) in float32. The gate is multiplied in float32 and the product
-    rounded; float8 is made of rows rounded so, as if it were made by a launch of its own.
+    Rounding, where `to` converts to the dtype of `x`: `to(wide * rsqrt(mean + eps))`, then times the weight, rounded
+    again; with `plus_one` rounded once, after the multiplication by (1 + w) in float32. The gate is multiplied in
+    float32 and the result rounded; float8 is made from these rounded rows, as by a separate launch.
 
     Args:
         x_TD: bfloat16, float16 or float32; rows may be strided.
-        weight_D: of the same dtype.
+        weight_D: same dtype.
         eps: added to the mean square.
-        residual_TD: added first; the sum is rounded, handed back, and normalised as rounded.
+        residual_TD: added first; the sum is rounded, returned, and normalised as rounded.
         gate_TD: the rows are multiplied by `silu(gate)` last (Qwen3-Next's gated norm).
         plus_one: multiply by 1 + w (Gemma, Qwen3-Next).
-        wide_sum: normalise the sum as it was before it was rounded.
-        quantize: give float8 rows with scales for each 128 columns (`fp8_groups`); D is a multiple of 128.
-        num_padded: with `quantize`, the rows to give, at least T; those beyond T are zeros with scale 1.
-        implementation: see there.
+        wide_sum: normalise the sum as it was before rounding.
+        quantize: return float8 rows with a scale for each 128 columns (`fp8_groups`); D is a multiple of 128.
+        num_padded: with `quantize`, number of rows to return, at least T; those beyond T are zeros with scale 1.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit.

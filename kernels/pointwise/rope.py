@@ -1,8 +1,9 @@
 """Rotary position embedding of halves (NeoX) or neighbours. Legend: T tokens, H heads, D head size, F frequencies.
 
-Source: Su et al. 2021; transformers `Qwen3RotaryEmbedding`. Angles are float32 as there, because that is what models
-were trained with; a float64 model gets float64 angles. The rotation itself is done in the angles' dtype and rounded
-once (transformers rounds cos and sin to bfloat16 first).
+Angles are float32 as in transformers, because models were trained that way; a float64 model gets float64 angles. The
+rotation is computed in the angles' dtype and rounded once (transformers rounds cos and sin to bfloat16 first).
+
+Source: Su et al. 2021; transformers `Qwen3RotaryEmbedding`.
 """
 
 import torch
@@ -11,14 +12,14 @@ from baton.kernels.tiles import wide_dtype
 
 
 def rope_inverse_frequencies(head_dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Frequencies theta ** (-2 i / D) for i = 0 ... F - 1, in the wide dtype of a `dtype` model."""
-    # On the CPU whatever the device: pow is rounded differently on a GPU.
+    """Frequencies theta ** (-2 i / D) for i = 0 ... F - 1, in the wide dtype of `dtype`."""
+    # Always computed on the CPU: a GPU rounds pow differently.
     steps_F = torch.arange(0, head_dim, 2).to(wide_dtype(dtype)) / head_dim
     return (1.0 / theta**steps_F).to(device)
 
 
 def rope_angles(positions_T: torch.Tensor, inverse_F: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [T, F] of integer positions."""
+    """Compute cosines and sines [T, F] of integer positions."""
     angles_TF = positions_T.to(inverse_F.dtype)[:, None] * inverse_F
     return angles_TF.cos(), angles_TF.sin()
 
@@ -26,7 +27,7 @@ def rope_angles(positions_T: torch.Tensor, inverse_F: torch.Tensor) -> tuple[tor
 def rope(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
     """Rotate the first 2 F columns of every head of every token; the result has the dtype of `x_THD`.
 
-    Columns that are turned together are F apart; neighbours if `interleaved`, and they stay where they are.
+    Columns that are rotated together are F apart; with `interleaved` they are neighbours. Columns keep their order.
     """
     turning_THR, rest_THX = x_THD.tensor_split([2 * cos_TF.shape[1]], dim=-1)
     if interleaved:

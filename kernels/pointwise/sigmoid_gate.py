@@ -1,7 +1,7 @@
-"""What a sigmoid gates: attention's outputs, each by a number of its own, and a shared expert, by one for each token.
+"""Sigmoid gates: of attention outputs, with one gate per element, and of a shared expert, with one gate per token.
 
-A row's result depends on that row alone, and is rounded once. Legend: T rows, D hidden size, A heads, E their size,
-Q = A E.
+A row's result depends on that row alone, and is rounded once. Legend: T rows, D hidden size, A heads, E their size, Q =
+A E.
 
 Source: Qwen3-Next and Qwen3.5 (gated attention, gated shared expert).
 """
@@ -16,16 +16,16 @@ from baton.kernels.pointwise import sigmoid_gate_triton
 from baton.kernels.tiles import wide_dtype
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
+_FORMS: Memo[bool] = Memo()  # checked calls, and whether Triton computes them
 
 
 def _inverse(x: torch.Tensor) -> torch.Tensor:
-    """1 over the sigmoid; not torch's, which rounds a row by its place in the batch on a CPU (`kernels.tiles`)."""
+    """Compute 1 / sigmoid(x) without torch's sigmoid, which on a CPU rounds by place in the batch (`kernels.tiles`)."""
     return 1 + torch.exp(-x)
 
 
 def gate_output_reference(mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor) -> torch.Tensor:
-    """Outputs times the sigmoid of their gates, [T, Q]."""
+    """Multiply outputs by the sigmoid of their gates, [T, Q]."""
     wide = wide_dtype(mixed_TQ.dtype)
     return (mixed_TQ.to(wide) / _inverse(gate_TAE.flatten(1).to(wide))).to(mixed_TQ.dtype)
 
@@ -33,12 +33,12 @@ def gate_output_reference(mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor) -> tor
 def gate_output(
     mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor, *, implementation: Implementation = Implementation.AUTO
 ) -> torch.Tensor:
-    """The same in one launch.
+    """Compute `gate_output_reference` in one launch.
 
     Args:
         mixed_TQ: bfloat16, float16 or float32; rows may be strided.
-        gate_TAE: of its dtype; rows and heads may be strided.
-        implementation: see there.
+        gate_TAE: same dtype; rows and heads may be strided.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit.
@@ -62,7 +62,7 @@ def gate_output(
 def add_shared_reference(
     mixed_TD: torch.Tensor, shared_TD: torch.Tensor, logit_T1: torch.Tensor | None
 ) -> torch.Tensor:
-    """What experts made and what a shared one made, times the sigmoid of each row's logit if there is one, [T, D]."""
+    """Add the shared expert's output, times the sigmoid of each row's logit if there is one, to the MoE output [T, D]."""
     wide = wide_dtype(mixed_TD.dtype)
     shared_TD = shared_TD.to(wide)
     if logit_T1 is not None:
@@ -78,14 +78,16 @@ def add_shared(
     *,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """The same in one launch, in which logits are made, too: x times the gate's weights, rounded to the dtype of x.
+    """Compute `add_shared_reference` in one launch that also computes the logits: x times the gate, rounded.
+
+    Logits are rounded to the dtype of x.
 
     Args:
-        mixed_TD: bfloat16, float16 or float32; rows of it, of the next two, may be strided.
-        shared_TD: of its dtype.
-        x_TD: of its dtype.
-        gate_1D: of its dtype, contiguous; None: the shared expert has no gate, and x is not read.
-        implementation: see there.
+        mixed_TD: MoE output, bfloat16, float16 or float32; rows may be strided, as may those of the next two.
+        shared_TD: output of the shared expert, same dtype.
+        x_TD: input of the layer, same dtype.
+        gate_1D: weight of the gate, same dtype, contiguous; None: the shared expert has no gate, and x is not read.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit.

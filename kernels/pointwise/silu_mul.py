@@ -1,4 +1,4 @@
-"""The gate of SwiGLU: silu(gate) * up. Legend: T rows, I intermediate size, E experts, M rows of each, G groups.
+"""The activation of SwiGLU: silu(gate) * up. Legend: T rows, I intermediate size, E experts, M rows of each, G groups.
 
 Source: Shazeer 2020, "GLU Variants Improve Transformer".
 """
@@ -16,24 +16,24 @@ from baton.kernels.pointwise import silu_mul_triton
 from baton.kernels.tiles import wide_dtype
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
+_FORMS: Memo[bool] = Memo()  # checked calls, and whether Triton computes them
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[..., 2 I], gate first -> [..., I], same dtype."""
+    """Compute [..., I] from [..., 2 I], gate first, in the same dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
 def silu_mul_invariant(gate_up: torch.Tensor) -> torch.Tensor:
-    """The same from operations that do not tell the vector body from the scalar tail."""
+    """Compute the same with operations that round alike in the vector body and the scalar tail of a CPU loop."""
     gate, up = gate_up.to(wide_dtype(gate_up.dtype)).chunk(2, dim=-1)
     return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedRows:
-    """What `silu_mul_fused` gives.
+    """Result of `silu_mul_fused`.
 
     Attributes:
         rows: [T, I] or [E, M, I], in the dtype of the input or float8.
@@ -52,17 +52,19 @@ def silu_mul_fused(
     num_padded: int | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> GatedRows:
-    """`silu_mul` in one launch with what stands behind it. A row's result depends on that row alone.
+    """Compute `silu_mul` and optional quantization in one launch. A row's result depends on that row alone.
 
-    Rounding as in `silu_mul`: silu(gate) in float32, rounded; the product rounded; float8 is made of rounded rows.
+    Rounding is as in `silu_mul`: silu(gate) in float32, rounded; times up, rounded; float8 is made from rounded rows.
 
     Args:
         gate_up: [T, 2 I], or [E, M, 2 I] with a mask, gate first; bfloat16, float16 or float32. Rows may be strided.
-        num_rows_E: int32 or int64 [E], on the device: how many of each expert's rows there are; more than M counts as
-            M, less than 0 as 0. The others are neither read nor written.
-        quantize: give float8 rows with scales for each 128 columns (`fp8_groups`); I is a multiple of 128.
-        num_padded: with `quantize` and no mask, the rows to give, at least T; those beyond T are zeros with scale 1.
-        implementation: see there.
+        num_rows_E: int32 or int64 [E], on the device: number of rows of each expert; more than M counts as M, less than
+            0 as 0. Other rows are neither read nor written.
+        quantize: whether to return float8 rows with a scale for each 128 columns (`fp8_groups`); I is a multiple of
+            128.
+        num_padded: with `quantize` and no mask, number of rows to return, at least T; those beyond T are zeros with
+            scale 1.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit.
@@ -81,7 +83,7 @@ def silu_mul_fused(
 
 
 def _masked(gate_up_EMJ: torch.Tensor, num_rows_E: torch.Tensor, quantize: bool) -> GatedRows:
-    """The reference with a mask; may wait for the device."""
+    """Compute the reference with a mask; may wait for the device."""
     num_experts, num_rows, double = gate_up_EMJ.shape
     dtype = DTYPE if quantize else gate_up_EMJ.dtype
     rows_EMI = torch.empty(num_experts, num_rows, double // 2, dtype=dtype, device=gate_up_EMJ.device)
