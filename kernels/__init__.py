@@ -1,1 +1,1 @@
-"""The arithmetic of the model: one function per operation, its torch reference beside any faster form."""
+"""The model's arithmetic: one function per operation, with a torch reference beside any faster implementation."""

@@ -1,10 +1,13 @@
-"""Kernels that work will launch, compiled before by as many processes as there are processors, into Triton's cache.
+"""Compiles the kernels that some work will launch, in parallel processes, into Triton's cache.
 
-Triton compiles on the thread that launches, and holds Python's lock for most of it; a worker needs hundreds of forms.
-So the work is done dry first (`dry_run`), and what the cache lacks of it is compiled by a process that forks a child
-for each form; it has no GPU, and none of them touches one. What it could not compile, and forms that a dry run does not
-meet, are compiled as they are launched, and raise what they raise there. Each process begins with another form, and
-leaves out what others have compiled meanwhile, so workers and ranks of a host share the work without a word.
+Triton compiles on the launching thread and holds the GIL for most of it, and a worker needs hundreds of
+specializations. So the work is first done as a dry run (`dry_run`). What Triton's cache lacks of it is compiled by a
+process that forks a child per specialization, up to one per processor; neither that process nor its children touch a
+GPU. Specializations that fail here, or that the dry run does not meet, are compiled at their launch, and raise their
+errors there.
+
+Each process starts with a different specialization, and skips what others have compiled meanwhile, so workers and ranks
+of a host share the work without communicating.
 """
 
 import ctypes
@@ -24,21 +27,21 @@ from baton.kernels.kernel_form import KernelForm
 
 MODULE: Final = "baton.kernels.compile_ahead"
 MAX_PROCESSES: Final = 16  # each takes up to 300 MB
-MIN_FORMS: Final = 8  # fewer are compiled before another process has imported what it needs
+MIN_FORMS: Final = 8  # fewer compile faster here than another process needs for its imports
 LIMIT_S: Final = 1200.0
 FORM_LIMIT_S: Final = 120
-_NICENESS: Final = 5  # what serves on this host comes first
+_NICENESS: Final = 5  # serving processes on this host have priority
 _PR_SET_PDEATHSIG: Final = 1
 
 log = logging.getLogger(__name__)
 
 
 def compile_ahead(work: Callable[[], None], num_ranks: int = 1) -> None:
-    """Compile what the work will launch, where there is more of that than one process would compile sooner.
+    """Compile what the work will launch, if there is enough of it for a separate process to be faster.
 
     Args:
-        work: done here without its kernels (`dry_run.forms_of`).
-        num_ranks: that do the same on this host at the same time.
+        work: done here as a dry run (`dry_run.forms_of`).
+        num_ranks: number of ranks that do the same on this host at the same time.
 
     Raises:
         Exception: whatever the work raises.
@@ -61,7 +64,7 @@ def compile_ahead(work: Callable[[], None], num_ranks: int = 1) -> None:
 
 
 def compile_all(forms: Sequence[KernelForm], num_processes: int) -> None:
-    """Into Triton's cache, so many at once; what cannot be compiled is not there afterwards."""
+    """Compile into Triton's cache, `num_processes` at once; what cannot be compiled is missing there afterwards."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     try:
         subprocess.run(
@@ -73,12 +76,12 @@ def compile_all(forms: Sequence[KernelForm], num_processes: int) -> None:
             timeout=LIMIT_S,
             check=False,
         )
-    except subprocess.TimeoutExpired:  # it was ended, and its children with it
+    except subprocess.TimeoutExpired:  # the process was killed, and its children with it
         log.warning("kernels were not compiled within %.0f s", LIMIT_S)
 
 
 def main() -> None:
-    """The process: a child for each form."""
+    """Run the process that forks a child for each specialization."""
     num_processes, form_limit_s, parent = map(int, sys.argv[1:])
     _end_with(parent)
     os.nice(_NICENESS)
@@ -86,7 +89,7 @@ def main() -> None:
     random.Random(os.getpid()).shuffle(forms)
     num_running = 0
     for form in forms:
-        if form.is_cached():  # asked here, so that children find what they import
+        if form.is_cached():  # asked here, so that children inherit the imports
             continue
         if num_running == num_processes:
             os.wait()
@@ -100,7 +103,7 @@ def main() -> None:
 
 
 def _compile(form: KernelForm, limit_s: int, parent: int) -> NoReturn:
-    """The child: whatever happens to it, its form is in the cache, or is compiled again by who launches it."""
+    """Compile in the child; whatever happens here, a specialization that stays uncached is compiled at its launch."""
     try:
         signal.alarm(limit_s)
         _end_with(parent)
@@ -110,9 +113,9 @@ def _compile(form: KernelForm, limit_s: int, parent: int) -> NoReturn:
 
 
 def _end_with(parent: int) -> None:
-    """The kernel ends this process with that one."""
+    """Have the operating system kill this process when that parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was faster
+    if os.getppid() != parent:  # the parent has already ended
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""One compiled form of a Triton kernel as data, from which a process without a GPU compiles the same."""
+"""A specialization of a Triton kernel as data, from which a process without a GPU can compile it."""
 
 import hashlib
 import importlib
@@ -15,23 +15,23 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
-_MAX_FILE_NAME_LEN = 150  # Triton's, of a cached file but for its ending
+_MAX_FILE_NAME_LEN = 150  # Triton's limit for a cached file's name without its ending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelForm:
-    """What Triton compiles a kernel by.
+    """Everything that Triton's compilation of a kernel depends on.
 
     Attributes:
-        module: of the kernel.
-        name: by which the module has it.
-        kernel_key: what Triton takes for its text and all that it calls. It differs with the order in which a process
-            has met kernels, so a process that compiles for another one takes the other one's.
+        module: module of the kernel.
+        name: name of the kernel in its module.
+        kernel_key: Triton's hash of the kernel's text and of all that it calls. It depends on the order in which a
+            process has met kernels, so a process that compiles for another one uses the other one's hash.
         signature: Triton's type of each argument.
-        constants: by their places.
-        attributes: of arguments, by their places: what they are divisible by.
-        options: Triton's.
-        target: the kind of GPU.
+        constants: constants by position.
+        attributes: divisibility of arguments by position.
+        options: Triton's options.
+        target: kind of GPU.
     """
 
     module: str
@@ -45,12 +45,12 @@ class KernelForm:
 
     @classmethod
     def asked(cls, function: Any, what: Mapping[str, Any], target: GPUTarget) -> "KernelForm | None":
-        """Of what Triton tells its `jit_cache_hook`; None where the module does not have the kernel by its name.
+        """Build it from what Triton passes to its `jit_cache_hook`; None if the module lacks the kernel by that name.
 
         Args:
-            function: which kernel: the hook's `fn`.
+            function: kernel: the hook's `fn`.
             what: the hook's `compile`.
-            target: of the launch.
+            target: target of the launch.
         """
         kernel: Any = function.jit_function
         is_there = getattr(importlib.import_module(function.module), function.name, None) is kernel
@@ -69,14 +69,14 @@ class KernelForm:
         )
 
     def source(self) -> Any:
-        """What Triton compiles."""
+        """Source object that Triton compiles."""
         kernel = getattr(importlib.import_module(self.module), self.name)
         kernel.hash = self.kernel_key
         kind = GluonASTSource if kernel.is_gluon() else ASTSource
         return kind(kernel, dict(self.signature), dict(self.constants), dict(self.attributes))
 
     def is_cached(self) -> bool:
-        """Whether Triton's cache has it."""
+        """Return whether Triton's cache has it."""
         source, backend = self.source(), make_backend(self.target)
         key = get_cache_key(
             source, backend, backend.parse_options(dict(self.options)), get_cache_invalidating_env_vars()
@@ -86,12 +86,14 @@ class KernelForm:
         return name in (found or {})
 
     def compile(self) -> None:
-        """Into Triton's cache, if it is not there; and what launches it, where that is compiled, too.
+        """Compile it into Triton's cache if it is missing there, and its C launcher where Triton compiles one.
 
         Raises:
             Exception: whatever Triton raises.
         """
         source = self.source()
         compiled = compile_source(source, target=self.target, options=dict(self.options))
-        if self.target.backend == "cuda" and hasattr(nvidia, "make_launcher"):  # up to Triton 3.6: C, by signature
+        if self.target.backend == "cuda" and hasattr(
+            nvidia, "make_launcher"
+        ):  # up to Triton 3.6 launchers are C, one per signature
             nvidia.CudaLauncher(source, compiled.metadata)

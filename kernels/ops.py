@@ -1,9 +1,9 @@
-"""The operations whose form depends on numerics, device and quantization, chosen once when a model is built.
+"""The operations whose implementation depends on numerics, device and quantization, chosen once per model.
 
-A form is the torch reference, the invariant reference (`kernels.tiles`), or the Triton kernels, which fuse what stands
-side by side in a layer, in either numerics; both invariant forms keep one promise, each with bits of its own. Two
-operations sum over a dimension that a group of ranks may share: `linear_inner` and `experts`; a model built on the
-operations of a group is that group's part of it, and says nothing about it.
+An implementation is the torch reference, the batch-invariant reference (`kernels.tiles`), or the Triton kernels, which
+fuse neighbouring operations of a layer, in either numerics. Both batch-invariant implementations keep the same promise,
+each with bits of its own. Two operations sum over a dimension that a group of ranks may share: `linear_inner` and
+`experts`. A model built on the operations of a group is one rank's part of the model, and contains no code for that.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,12 +52,12 @@ TRITON_DTYPES = (torch.bfloat16,)
 
 
 def has_triton_form(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a model is computed by Triton kernels, in either numerics, unless another implementation is asked for."""
+    """Return whether Triton kernels compute a model by default, in either numerics."""
     return device.type == "cuda" and dtype in TRITON_DTYPES
 
 
 def unfit_sizes(head_dim: int, hidden_size: int, num_experts: int = 0, num_chosen: int = 0) -> str:
-    """Which size of a model the Triton kernels are not made for, in words; "" if they fit."""
+    """Name the size of a model that the Triton kernels do not support; "" if all fit."""
     if head_dim not in HEAD_DIMS:
         return f"heads of {head_dim}"
     if hidden_size > rms_norm.MAX_LEN:
@@ -68,16 +68,16 @@ def unfit_sizes(head_dim: int, hidden_size: int, num_experts: int = 0, num_chose
 
 
 class Ops:
-    """One form of all operations; the functions of that name in `baton.kernels` document shapes and sources.
+    """One implementation of all operations; the functions of that name in `baton.kernels` document shapes and sources.
 
     Args:
-        numerics: how far a row may depend on others.
-        inner: who shares inner dimensions.
+        numerics: whether rows must be independent of each other.
+        inner: how ranks share inner dimensions.
         implementation: TRITON or REFERENCE.
 
     Attributes:
-        rechoose: makes other weights and experts of those that a router chose, in place of them; None, as wherever
-            answers are meant, leaves them. Benchmarks set it, before anything is captured.
+        rechoose: function that replaces the weights and experts that a router selected; None, as always when answers
+            matter, keeps them. Benchmarks set it, before anything is captured.
     """
 
     def __init__(
@@ -113,19 +113,19 @@ class Ops:
         return self._is_invariant
 
     def linear(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """X W^T, [T, N]."""
+        """Compute X W^T, [T, N]."""
         if isinstance(weight, Fp8Weight):
             return self._linear_fp8(x_TK, weight)
         return self._linear(x_TK, weight)
 
     def linear_inner(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """The same, of which this rank has a part of the inner dimension: added over the ranks."""
+        """Compute the same where this rank has a part of the inner dimension: parts are added over the ranks."""
         if isinstance(weight, Fp8Weight):
             return self._inner.add_ranks(self._linear_fp8(x_TK, weight))
         return self._linear_inner(x_TK, weight)
 
     def rms_norm(self, x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
-        """The norm of the last dimension; with `plus_one` times 1 + w."""
+        """Normalise over the last dimension; with `plus_one` the weight is 1 + w."""
         if self._is_fused and x.dim() == 2:
             form = self.implementation
             return rms_norm.rms_norm_fused(x, weight_D, eps, plus_one=plus_one, implementation=form).rows
@@ -135,7 +135,7 @@ class Ops:
     def add_rms_norm(
         self, x: torch.Tensor, added: torch.Tensor, weight_D: torch.Tensor, eps: float, *, plus_one: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + added, and that sum, rounded to the dtype of `x` before it is normalised."""
+        """Return the norm of x + added, and the sum itself, rounded to the dtype of `x` before it is normalised."""
         if self._is_fused:
             made = rms_norm.rms_norm_fused(
                 x, weight_D, eps, residual_TD=added, plus_one=plus_one, implementation=self.implementation
@@ -146,14 +146,14 @@ class Ops:
         return self.rms_norm(total, weight_D, eps, plus_one=plus_one), total
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """The gate of SwiGLU."""
+        """Compute the activation of SwiGLU."""
         if self._is_fused and gate_up.dim() == 2:
             return silu_mul.silu_mul_fused(gate_up, implementation=self.implementation).rows
         gate = silu_mul.silu_mul_invariant if self._is_invariant else silu_mul.silu_mul
         return gate(gate_up)
 
     def gate_output(self, mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor) -> torch.Tensor:
-        """Outputs of attention times the sigmoid of their gates, [T, A * E]."""
+        """Multiply attention outputs by the sigmoid of their gates, [T, A * E]."""
         if self._is_fused:
             return sigmoid_gate.gate_output(mixed_TQ, gate_TAE, implementation=self.implementation)
         return sigmoid_gate.gate_output_reference(mixed_TQ, gate_TAE)
@@ -161,7 +161,7 @@ class Ops:
     def add_shared(
         self, mixed_TD: torch.Tensor, shared_TD: torch.Tensor, x_TD: torch.Tensor, gate_1D: torch.Tensor | None
     ) -> torch.Tensor:
-        """What experts made and what the shared one made, which the sigmoid of x W^T weighs if there is a gate W."""
+        """Add the outputs of routed and shared experts, the latter times the sigmoid of x W^T if there is a gate W."""
         if self._is_fused:
             return sigmoid_gate.add_shared(mixed_TD, shared_TD, x_TD, gate_1D, implementation=self.implementation)
         logit_T1 = None if gate_1D is None else self.linear(x_TD, gate_1D)
@@ -178,16 +178,16 @@ class Ops:
         *,
         gated: bool = False,
     ) -> torch.Tensor:
-        """Queries [T, Q, D], normalised and turned; keys (the same) and values go to their slots of the pool.
+        """Return queries [T, Q, D], normalised and rotated; write keys (likewise) and values to their pool slots.
 
         Args:
             qkv_TX: query, key and value heads side by side.
-            norms: of queries and keys; None: they are not normalised.
-            angles: cosines and sines of each token, [T, F]; the first 2 F columns of heads are turned.
-            slots_T: of each token; rows that pad a batch share the scratch block's.
-            pool: of the layer.
-            bias_X: added to the GEMM's rows first.
-            gated: each query head is followed by its gate, which is left where it is.
+            norms: norms of queries and keys; None: they are not normalised.
+            angles: cosines and sines of each token, [T, F]; the first 2 F columns of heads are rotated.
+            slots_T: slot of each token; rows that pad a batch share the scratch block's slots.
+            pool: pool of the layer.
+            bias_X: bias added to the GEMM's rows first.
+            gated: whether each query head is followed by its gate, which is left where it is.
         """
         _, num_kv, _, head_dim = pool.key_NHSD.shape
         num_query = (qkv_TX.shape[1] // head_dim - 2 * num_kv) // (2 if gated else 1)
@@ -220,10 +220,11 @@ class Ops:
         plans: SplitKVPlans | None = None,
         scales: float8_kv.Scales | None = None,
     ) -> torch.Tensor:
-        """Attention of chunks laid one after the other -> [T, A, D]; `scales` are those of float8 KV.
+        """Compute attention of concatenated chunks -> [T, A, D]; `scales` are those of float8 KV.
 
-        Lengths are on the host; where they are on the device already, as chunks' starts [B + 1] and context lengths
-        [B], they need not cross once more for each layer. `plans` are of the pass, for all its layers.
+        Lengths are on the host. If they are on the device already, `on_device` gives the chunks' starts [B + 1] and
+        context lengths [B], so that they are not sent again for each layer. `plans` are those of the pass, for all its
+        layers.
         """
         arguments = (query_TAD, key_NHSD, value_NHSD, block_tables_BM)
         if not self._is_fused:
@@ -258,9 +259,9 @@ class Ops:
         plans: SplitKVPlans | None = None,
         scales: float8_kv.Scales | None = None,
     ) -> torch.Tensor:
-        """Attention of Q rows of each of B sequences -> [B, Q, A, D]; `scales` are those of float8 KV.
+        """Compute attention of Q rows of each of B sequences -> [B, Q, A, D]; `scales` are those of float8 KV.
 
-        `plans` are of the pass, for all its layers.
+        `plans` are those of the pass, for all its layers.
         """
         arguments = (query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, max_context_len)
         if self._is_fused and self._is_invariant:
@@ -278,7 +279,7 @@ class Ops:
     def delta_layer(
         self, x: DeltaProjected, weights: DeltaWeights, kept: DeltaKept, rows: Sequence[StateRows]
     ) -> torch.Tensor:
-        """What a gated delta net computes between its projections, [T, H G V]; steps that decode have one form."""
+        """Compute a gated delta net between its projections, [T, H G V]; decode steps are alike in all numerics."""
         return delta_layer(x, weights, kept, rows, invariant=self._is_invariant, implementation=self.implementation)
 
     def mla_prefill(
@@ -294,9 +295,9 @@ class Ops:
         scale: float,
         plans: SplitKVPlans | None = None,
     ) -> torch.Tensor:
-        """Values of heads [T, A, V] of chunks laid one after the other, over rows of latents; `scale` is of scores.
+        """Compute head values [T, A, V] of concatenated chunks over latent rows; `scale` is the factor of scores.
 
-        By torch in the absorbed form, as decode rows: a row's bits must not depend on which of them it is.
+        Torch uses the absorbed form, as for decode rows: a row's bits must not depend on which of them it is.
         """
         if self._is_fused:
             assert not self._is_invariant, "the loader refuses such models here"
@@ -322,7 +323,7 @@ class Ops:
         nope_dim: int,
         scale: float,
     ) -> torch.Tensor:
-        """The same of Q rows of each of B sequences, [B, Q, A, V], in the absorbed form."""
+        """Compute the same for Q rows of each of B sequences, [B, Q, A, V], in the absorbed form."""
         shape_BQ = positions_BQ.shape
         query_TAX = self._absorbed_queries(query_BQAE.flatten(0, 1), expand_AYC, nope_dim)
         query_BQAX = query_TAX.unflatten(0, shape_BQ)
@@ -347,7 +348,7 @@ class Ops:
         return absorbed_queries(nope_TAN, turned_TAP, expand_AYC[:, :nope_dim], invariant=self._is_invariant)
 
     def route(self, logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> Choice:
-        """Weights [T, K] in the wide dtype, and experts [T, K], most probable first."""
+        """Select experts: weights [T, K] in the wide dtype, and experts [T, K], most probable first."""
         if self._is_fused:
             made = select_topk(logits_TE, num_chosen, renormalise=renormalise, implementation=self.implementation)
         else:
@@ -363,7 +364,7 @@ class Ops:
         groups: tuple[int, int],
         scaling: float,
     ) -> Choice:
-        """The same of sigmoids, whose sum with the bias chooses, within groups that are kept: see `select_topk`."""
+        """Select experts by sigmoid plus bias, within the groups that are kept: see `select_topk`."""
         if self._is_fused:
             made = select_topk(
                 logits_TE, num_chosen, scoring=Scoring.SIGMOID, renormalise=renormalise, bias_E=bias_E,
@@ -381,7 +382,7 @@ class Ops:
         weights: Experts,
         may_wait: bool,
     ) -> torch.Tensor:
-        """The MoE output, [T, D]. Only where `may_wait` may the host wait for a CUDA device."""
+        """Compute the MoE output, [T, D]. The host may wait for a CUDA device only if `may_wait`."""
         if not self._is_fused and not isinstance(weights, Fp8ExpertWeights):
             return self._experts(x_TD, weight_TK, expert_TK, weights, may_wait)
         out_dtype = x_TD.dtype if self._inner.num_ranks == 1 else torch.float32
@@ -393,7 +394,7 @@ class Ops:
 
     @staticmethod
     def _write(key_THD: torch.Tensor, value_THD: torch.Tensor, slots_T: torch.Tensor, pool: LayerPool) -> None:
-        """By torch; in float8 if the pool has scales."""
+        """Write K and V in torch, in float8 if the pool has scales."""
         keys, values = pool.key_NHSD, pool.value_NHSD
         if pool.scales is not None:
             rows = [float8_kv.in_float8(x_THD, s) for x_THD, s in zip((key_THD, value_THD), pool.scales, strict=True)]
@@ -401,7 +402,7 @@ class Ops:
         kv_write(key_THD, value_THD, slots_T, keys, values)
 
     def _linear_inner_ordered(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        """In the order of `InnerSum.linear_invariant`, whatever the number of ranks."""
+        """Compute it in the order of `InnerSum.linear_invariant`, for any number of ranks."""
         count = self._inner.num_slices(x_TK.shape[1])
         dtype = x_TK.dtype if self._inner.num_ranks == 1 else torch.float32
         part_TN = linear_ordered(x_TK, weight_NK, num_slices=count, out_dtype=dtype, implementation=self.implementation)
@@ -415,5 +416,5 @@ class Ops:
 
 
 def _named(scales: float8_kv.Scales | None) -> dict[str, Any]:
-    """Scales as the kernels' arguments."""
+    """Scales as keyword arguments of the kernels."""
     return {} if scales is None else {"key_scale": scales[0], "value_scale": scales[1]}

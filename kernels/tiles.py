@@ -1,19 +1,22 @@
-"""Arithmetic whose result for a row depends on that row alone, bit for bit: the ground invariant numerics stand on.
+"""Arithmetic whose result for a row depends on that row alone, bit for bit: the basis of batch-invariant numerics.
 
 Libraries choose how to split a matmul from its shape and the number of threads, so the same row may be rounded
-differently beside other rows. What was measured to hold, and is checked again by `kernels.selftest` at every start:
+differently beside other rows. The following was measured, and `kernels.selftest` checks it again at every start.
 
-CPU (MKL, torch 2.13, 1 to 4 threads, up to 1024 rows): rows padded to a multiple of 16 and K cut into pieces added in
-order. MKL splits longer inner sizes between threads: seen from K = 1024 on in float32, from K = 256 on in float64,
-where one thread changes kernels at 192 rows too. Without AVX-512 it rounds fewer than 12 outputs otherwise than more,
-and in float64 the last ones beyond a multiple of 12; so outputs are at least 48, in float64 in multiples of it.
-oneDNN's bfloat16 matmuls depend on M from K = 512 on, and with two threads on a row's place in its tile; bfloat16 is
-therefore computed in float32.
-CUDA (cuBLAS): matmuls of one fixed shape and layout, because the kernel is picked by them: tiles of 64 rows, pieces of
-1024 outputs, 8 groups at a time, what is missing filled up with zeros. So a result does not depend on how many rows,
-outputs or groups are computed beside it either, and ranks that hold parts of a weight round as one that holds it all.
-`torch.sum` and `mean` promise no order that ignores the shape, so `ordered_sum` adds halves instead.
-`silu`, `sigmoid` and `exp2` differ between vector body and scalar tail on a CPU; `exp` and the basic operations do not.
+CPU (MKL, torch 2.13, 1 to 4 threads, up to 1024 rows): rows are padded to a multiple of 16, and K is cut into pieces
+that are added in order. MKL splits longer inner sizes between threads: observed from K = 1024 on in float32, from K =
+256 on in float64, where one thread changes kernels at 192 rows, too. Without AVX-512 it rounds fewer than 12 outputs
+differently from more, and in float64 the last ones beyond a multiple of 12; so there are at least 48 outputs, in
+float64 a multiple of 48. oneDNN's bfloat16 matmuls depend on M from K = 512 on, and with two threads on a row's place
+in its tile; so bfloat16 is computed in float32.
+
+CUDA (cuBLAS): matmuls have one fixed shape and layout, because cuBLAS picks its kernel by them: tiles of 64 rows,
+pieces of 1024 outputs, 8 groups at a time, padded with zeros. So a result does not depend on how many rows, outputs or
+groups are computed beside it, and ranks that hold parts of a weight round like one rank that holds all of it.
+
+`torch.sum` and `mean` promise no order that is independent of the shape, so `ordered_sum` adds halves instead. On a
+CPU, `silu`, `sigmoid` and `exp2` round differently in the vector body and the scalar tail of a loop; `exp` and the
+basic operations do not.
 
 Legend: T rows, K inner size, N outputs, G groups of one batched matmul.
 """
@@ -21,11 +24,11 @@ Legend: T rows, K inner size, N outputs, G groups of one batched matmul.
 import torch
 from torch.nn import functional
 
-# Outputs of a matmul that ranks share are cut at multiples of it: at others, matmuls are slow on a GPU.
+# Outputs that ranks share are cut at multiples of this; other widths are slow on a GPU.
 OUTPUT_TILE = 16
 # Longest inner size of one library call on a CPU.
 _PIECE_LEN = {torch.float32: 256, torch.float64: 64}
-# Fewest outputs of one library call on a CPU, and what they are a multiple of.
+# Fewest outputs of one library call on a CPU, and their required multiple.
 _LEAST_OUTPUTS = 48
 _OUTPUTS_MULTIPLE = {torch.float32: 1, torch.float64: 48}
 # Outputs, and groups, of one library call on CUDA.
@@ -34,12 +37,12 @@ _NUM_GROUPS = 8
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype norms, softmax and sums are computed in."""
+    """Return the dtype in which norms, softmax and sums are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def has_cpu_rules(device: torch.device) -> bool:
-    """Whether matmuls are cut as CPUs need it, not as CUDA does; in one place, so that tests try CUDA's on a CPU."""
+    """Return whether matmuls are cut by the CPU's rules, not CUDA's; tests patch it to try CUDA's rules on a CPU."""
     return device.type == "cpu"
 
 
@@ -49,7 +52,7 @@ def row_tile(device: torch.device) -> int:
 
 
 def pad_rows(x: torch.Tensor, tile: int, dim: int = 0) -> torch.Tensor:
-    """`x` with zeros appended along `dim` to a multiple of `tile`."""
+    """Append zeros to `x` along `dim` to a multiple of `tile`."""
     missing = -x.shape[dim] % tile
     if missing == 0:
         return x
@@ -57,7 +60,7 @@ def pad_rows(x: torch.Tensor, tile: int, dim: int = 0) -> torch.Tensor:
 
 
 def ordered_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dimension, which is kept with length 1, in an order its length alone decides."""
+    """Sum over the last dimension, which is kept with length 1, in an order that depends only on its length."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         folded = x[..., :half] + x[..., half : 2 * half]
@@ -68,12 +71,12 @@ def ordered_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def matmul_rows(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` -> [T, N] in the dtype of `x`; a row depends on itself alone."""
+    """Compute `x @ weight.T` -> [T, N] in the dtype of `x`; a row depends on itself alone."""
     return matmul_rows_wide(x_TK, weight_NK).to(x_TK.dtype)
 
 
 def matmul_rows_wide(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """The same in the wide dtype; on a CPU not rounded before."""
+    """Compute the same in the wide dtype; on a CPU without rounding to the dtype of `x` first."""
     num_rows = x_TK.shape[0]
     tile = row_tile(x_TK.device)
     padded_TK = pad_rows(x_TK, tile)
@@ -86,14 +89,14 @@ def matmul_rows_wide(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tenso
         return _matmul_pieces(padded_TK, pad_rows(weight_NK, _LEAST_OUTPUTS))[:num_rows, :num_outputs]
     rest = num_outputs % _OUTPUTS_MULTIPLE[wide]
     out_TN = _matmul_pieces(padded_TK, weight_NK[: num_outputs - rest])
-    if rest > 0:  # with those before them, which are there already
+    if rest > 0:  # recompute them together with earlier outputs, to have enough columns
         last_TN = _matmul_pieces(padded_TK, weight_NK[-_LEAST_OUTPUTS:])
         out_TN = torch.cat([out_TN, last_TN[:, -rest:]], dim=1)
     return out_TN[:num_rows]
 
 
 def _matmul_pieces(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` -> [T, N] on a CPU, in the wide dtype of `x`, K in pieces that are added in order."""
+    """Compute `x @ weight.T` -> [T, N] on a CPU, in the wide dtype of `x`, with K in pieces that are added in order."""
     piece = _PIECE_LEN[x_TK.dtype]
     out_TN = functional.linear(x_TK[:, :piece], weight_NK[:, :piece].to(x_TK.dtype))
     for start in range(piece, x_TK.shape[1], piece):
@@ -105,10 +108,10 @@ def _matmul_pieces(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
 def matmul_fixed(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, tile: int, num_outputs: int = _NUM_OUTPUTS
 ) -> torch.Tensor:
-    """`x @ weight.T` -> [T, N] by matmuls [tile, K] x [K, num_outputs] alone; T is a multiple of the tile."""
+    """Compute `x @ weight.T` -> [T, N] by matmuls [tile, K] x [K, num_outputs] only; T is a multiple of the tile."""
     if x_TK.shape[0] == 0:
         return x_TK.new_empty(0, weight_NK.shape[0])
-    # Contiguous: a slice of the inner dimension would bring the whole one's stride along.
+    # Contiguous, because a slice of the inner dimension would keep the stride of the whole.
     pieces = [pad_rows(piece_NK, num_outputs).contiguous() for piece_NK in weight_NK.split(num_outputs)]
     tiles = [part_TK.contiguous() for part_TK in x_TK.split(tile)]
     rows = [torch.cat([functional.linear(part_TK, piece_NK) for piece_NK in pieces], dim=1) for part_TK in tiles]
@@ -116,7 +119,7 @@ def matmul_fixed(
 
 
 def matmul_slices(x_TK: torch.Tensor, weight_NK: torch.Tensor, num_slices: int) -> torch.Tensor:
-    """Matmuls of equal slices of K, [num_slices, T, N] in the wide dtype; a row and a slice depend on nothing else."""
+    """Multiply equal slices of K, [num_slices, T, N] in the wide dtype; each row and slice depends on itself alone."""
     length = x_TK.shape[1] // num_slices
     if not has_cpu_rules(x_TK.device):
         cuts = [slice(start, start + length) for start in range(0, x_TK.shape[1], length)]
@@ -132,7 +135,7 @@ def matmul_slices(x_TK: torch.Tensor, weight_NK: torch.Tensor, num_slices: int) 
 def matmul_groups(left_GTK: torch.Tensor, right_GKN: torch.Tensor, num_fixed_groups: int) -> torch.Tensor:
     """Batched matmul [G, T, N]; T is a multiple of the tile, G of `num_fixed_groups`, both operands wide.
 
-    On CUDA `matmul_groups_fixed`.
+    On CUDA this is `matmul_groups_fixed`.
     """
     tile = row_tile(left_GTK.device)
     assert left_GTK.shape[1] % tile == 0
@@ -150,7 +153,7 @@ def matmul_groups(left_GTK: torch.Tensor, right_GKN: torch.Tensor, num_fixed_gro
 def matmul_groups_fixed(
     left_GTK: torch.Tensor, right_GKN: torch.Tensor, tile: int, num_groups: int = _NUM_GROUPS
 ) -> torch.Tensor:
-    """Batched matmul [G, T, N] by calls [num_groups, tile, K] x [num_groups, K, N] alone."""
+    """Batched matmul [G, T, N] by calls [num_groups, tile, K] x [num_groups, K, N] only."""
     missing = -left_GTK.shape[0] % num_groups
     padded_GTK = functional.pad(left_GTK, [0, 0, 0, 0, 0, missing]) if missing else left_GTK
     padded_GKN = functional.pad(right_GKN, [0, 0, 0, 0, 0, missing]) if missing else right_GKN

@@ -1,1 +1,1 @@
-"""Attention over paged KV: of decode rows, of chunks of prompts, in every numerics."""
+"""Attention over paged KV: decode rows and prefill chunks, in all numerics."""

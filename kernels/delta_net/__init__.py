@@ -1,1 +1,1 @@
-"""The gated delta net, a recurrence that stands in for attention, and the short convolution before it."""
+"""The gated delta net, a recurrence that replaces attention in some layers, and the short convolution before it."""

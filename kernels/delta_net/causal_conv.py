@@ -17,7 +17,7 @@ from baton.kernels.tiles import wide_dtype
 def causal_conv(
     x_BLHX: torch.Tensor, weight_HXW: torch.Tensor, kept_NHRX: torch.Tensor, rows: StateRows
 ) -> torch.Tensor:
-    """Compute silu(sum over j of w_j x_(p - W + 1 + j)), [B, L, H, X] in the wide dtype, each row independent of others.
+    """Compute silu(sum over j of w_j x_(p - W + 1 + j)), [B, L, H, X] in the wide dtype; rows are independent.
 
     Args:
         x_BLHX: inputs, in the dtype of the ring.

@@ -1,1 +1,1 @@
-"""What KV is read and written by: rounding to float8, moves between pools, digests."""
+"""Operations on stored KV: quantization to float8, moves between pools, digests."""

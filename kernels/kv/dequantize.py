@@ -1,8 +1,9 @@
-"""KV of a batch that lies in float8, widened to the queries' dtype in blocks of its own: for attention of long chunks.
+"""Dequantizes a batch's float8 KV to the queries' dtype, into blocks of its own, for attention of long chunks.
 
-Chunks of many rows read K and V once for each tile of rows, and widening a tile costs a good part of what its GEMMs
-do. Widened once, it is read at the speed of 16-bit KV, by the form that is fastest there; a pass over memory is little
-beside that. It refuses what would take more memory than `MAX_BYTES`: there the attention kernel widens as it reads.
+Long chunks read K and V once for each tile of rows, and dequantizing a tile costs a good part of what its matmuls do.
+Dequantized once, KV is read at the speed of 16-bit KV, by the fastest kernel for that; one pass over memory costs
+little compared with it. Where it would take more than `MAX_BYTES`, KV is not dequantized beforehand, and the attention
+kernel does it while reading.
 
 Legend: as in `attention_prefill`.
 """
@@ -17,22 +18,22 @@ from baton.kernels.kv import dequantize_triton as kv_dequantize_triton
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 
-Scales = tuple[torch.Tensor, torch.Tensor]  # of keys and of values, float32 [1] or [H] each
+Scales = tuple[torch.Tensor, torch.Tensor]  # for keys and for values, float32 [1] or [H] each
 Attend = Callable[..., torch.Tensor]
 
 
 def in_float8(x_THD: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Values as they are stored: times 1 / scale, saturating, infinities too; what is no number stays none."""
+    """Quantize values for storage: times 1 / scale, saturating, infinities too; NaN stays NaN."""
     return (x_THD.float() * (1 / scale)[:, None]).clamp(-LARGEST, LARGEST).to(DTYPE)
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """The same memory, as bytes if it is float8: torch indexes no float8."""
+    """View float8 memory as bytes, because torch cannot index float8; other dtypes are returned as they are."""
     return x.view(torch.uint8) if x.dtype == DTYPE else x
 
 
 def dequantized(kv_NHSD: torch.Tensor, scale: torch.Tensor, blocks_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of some blocks in another dtype, one after the other."""
+    """Copy some blocks, one after the other, into another dtype."""
     picked_NHSD = as_bytes(kv_NHSD)[blocks_N.long()].view(DTYPE)
     return (picked_NHSD.float() * scale[:, None, None]).to(dtype)
 
@@ -46,7 +47,7 @@ def attend_decode(
     positions_BQ: torch.Tensor,
     max_context_len: int,
 ) -> torch.Tensor:
-    """A reference of `kernels.attention.paged.attention_decode` over float8; never waits for the device."""
+    """Run a reference of `kernels.attention.paged.attention_decode` over float8 KV; never waits for the device."""
     num_blocks = -(-max_context_len // kv_NHSD[0].shape[2])
     blocks_BW = block_tables_BM[:, :num_blocks]
     own_BW = torch.arange(blocks_BW.numel(), device=blocks_BW.device).view(blocks_BW.shape)
@@ -66,7 +67,7 @@ def attend_prefill(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
 ) -> torch.Tensor:
-    """A reference of `kernels.attention.paged.attention_prefill` over float8, one sequence at a time."""
+    """Run a reference of `kernels.attention.paged.attention_prefill` over float8 KV, one sequence at a time."""
     block_size = kv_NHSD[0].shape[2]
     outputs = []
     for sequence, query_bAD in enumerate(query_TAD.split(list(query_lens))):
@@ -81,16 +82,18 @@ def attend_prefill(
     return torch.cat(outputs)
 
 
-MAX_BYTES = 1 << 30  # of what is made for one layer
-MIN_QUERY_LEN = 256  # the longest chunk's rows from which on it pays
+MAX_BYTES = 1 << 30  # limit of the dequantized KV of one layer
+MIN_QUERY_LEN = 256  # it pays if the longest chunk has at least this many rows
 
 
 def most_bytes(kv_dtype: torch.dtype, device_index: int | None, head_dim: int, block_size: int) -> int:
-    """Of one call; 0 where nothing is ever widened: but on Hopper, and of other KV. Invariant numerics do not, either.
+    """Maximum bytes of a call; 0 where KV is never dequantized beforehand: off Hopper, and for KV that is not float8.
+
+    Batch-invariant numerics do not dequantize beforehand, either.
 
     Args:
-        kv_dtype: of K and V.
-        device_index: of the GPU; None: none.
+        kv_dtype: dtype of K and V.
+        device_index: index of the GPU; None: no GPU.
         head_dim: D.
         block_size: S.
     """
@@ -99,7 +102,7 @@ def most_bytes(kv_dtype: torch.dtype, device_index: int | None, head_dim: int, b
 
 
 def num_bytes(block_tables_BM: torch.Tensor, key_NHSD: torch.Tensor, dtype: torch.dtype) -> int:
-    """Of the widened K and V: every block that the tables have room for."""
+    """Bytes of the dequantized K and V: every block that the tables have room for."""
     return 2 * _num_blocks(block_tables_BM) * key_NHSD[0].numel() * dtype.itemsize
 
 
@@ -113,9 +116,9 @@ def dequantize_kv(
     value_scale: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """K and V in `dtype`, times their scales, and the block tables [B, M] (int32) that name their blocks.
+    """Return K and V in `dtype`, times their scales, and block tables [B, M] (int32) for their blocks.
 
-    Blocks past a sequence's last position, and those of sequences without rows, hold anything. Never waits for the
+    Blocks past a sequence's last position, and those of sequences without rows, contain anything. Never waits for the
     device. [S, D] of a block must be contiguous.
     """
     _, num_kv_heads, block_size, head_dim = key_NHSD.shape
@@ -130,5 +133,8 @@ def dequantize_kv(
 
 
 def _num_blocks(block_tables_BM: torch.Tensor) -> int:
-    """A power of two, so that what torch keeps of former sizes, as a context grows, is no more than the last one."""
+    """Number of blocks, rounded up to a power of two, so that torch's allocator does not keep many smaller sizes.
+
+    As a context grows, former sizes together take no more than the last one.
+    """
     return 1 << max(0, block_tables_BM.numel() - 1).bit_length()

@@ -1,7 +1,7 @@
-"""The digest of what a pool on a device holds: all layers of a piece in one launch, on a few multiprocessors.
+"""The digest of KV in a pool on a device: all layers of a range in one launch, on a few multiprocessors.
 
-The same value as `kernels.kv.digest` and as `kv_scatter` gives for the same content. It refuses to compare: the result
-is a row of words in memory that the caller named.
+It equals what `kernels.kv.digest` and `kv_scatter` compute for the same content. The result is a row of words in memory
+that the caller names; comparing is up to the caller.
 
 Shapes: N blocks, H heads, P parts, S positions of a block, W words of a row.
 """
@@ -19,14 +19,14 @@ def kv_digest(
     completion: WriteCompletion,
     tuning: Tuning,
 ) -> None:
-    """Digest a piece, each layer of it by itself.
+    """Digest a range, each layer separately.
 
     Args:
-        pool: that is read.
+        pool: pool to read.
         blocks: int32 ids on the device, by logical index.
-        piece: what to digest; its layers have one shape.
-        workspace: of the current stream.
-        completion: where the digests go.
-        tuning: how to spread it.
+        piece: range to digest; its layers have one shape.
+        workspace: workspace of the current stream.
+        completion: where the digests are written.
+        tuning: launch configuration.
     """
     move(pool, blocks, None, blocks, piece, workspace, completion, tuning, True)

@@ -1,14 +1,14 @@
-"""Move blocks of KV between two pools by address, and digest them on the way: one launch for a layer, or for several.
+"""Moves blocks of KV between two pools by address, and digests them on the way: one launch for one or more layers.
 
-Either pool may be of this device, of a peer device (CUDA IPC) or pinned host memory. Blocks may have different sizes on
-the two sides, and each side may hold other heads: rows are addressed by position, head and part. The grid is as many
-programs as may be used of the device's multiprocessors; each walks over tiles of rows with 16-byte accesses.
+Either pool may be on this device, on a peer device (CUDA IPC) or in pinned host memory. Blocks may have different sizes
+on the two sides, and the sides may hold different heads: rows are addressed by position, head and part. The grid has as
+many programs as the launch may use multiprocessors; each walks over tiles of rows with 16-byte accesses.
 
-Completion is a word in memory (`WriteCompletion`) that the last program writes after all bytes and all digests are
-where they belong, so that a reader of the word needs no call to the device. It refuses to know what blocks mean, who
-may write them, and streams: a launch goes to the current one.
+**Completion.** The last program writes a word in memory (`WriteCompletion`) after all bytes and all digests are in
+place, so that a reader of the word needs no CUDA call. A launch goes to the current stream. This module does not know
+what blocks mean or who may write them.
 
-The digest is that of `kernels.kv.digest`. 64-bit products must wrap, which Triton's integers do.
+**Digest.** It is that of `kernels.kv.digest`. 64-bit multiplications must wrap, which Triton's integers do.
 
 Shapes: L layers, N blocks, H heads, P parts, S positions of a block, W words of a row.
 """
@@ -24,7 +24,7 @@ from baton.kernels.kv import scatter_triton as kv_scatter_triton
 from baton.kernels.kv.digest import MASK, PERIOD, high_weight, layer_weight, low_weight, weight, word_weight
 
 WORD_BYTES = kv_scatter_triton.WORD_BYTES
-MAX_LAYERS = 256  # of one launch
+MAX_LAYERS = 256  # per launch
 ALIGNMENT_BYTES = 16
 
 
@@ -33,12 +33,12 @@ class LayerShape(Protocol):
 
     @property
     def offset_bytes(self) -> int:
-        """Of the layer."""
+        """Start of the layer."""
         ...
 
     @property
     def block_bytes(self) -> int:
-        """All heads of a block."""
+        """Bytes of a block with all its heads."""
         ...
 
     @property
@@ -53,23 +53,23 @@ class LayerShape(Protocol):
 
     @property
     def num_parts(self) -> int:
-        """Of each head."""
+        """Number of parts per head."""
         ...
 
     @property
     def rows_per_block(self) -> int:
-        """Of one head and part."""
+        """Rows of one head and part in a block."""
         ...
 
     @property
     def row_bytes(self) -> int:
-        """Of one row."""
+        """Bytes of a row."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PoolAddress:
-    """A pool as the launching device reaches it: its first byte there, and its layers."""
+    """A pool as the launching device addresses it: the address of its first byte, and its layers."""
 
     address: int
     layers: Sequence[LayerShape]
@@ -89,12 +89,12 @@ class ScatterRange:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How a launch spreads.
+    """Launch configuration.
 
     Attributes:
-        num_programs: multiprocessors used, at most.
-        num_warps: of each program.
-        tile_words: that a program moves in one step; 16 bytes and more for each thread.
+        num_programs: maximum number of multiprocessors used.
+        num_warps: warps per program.
+        tile_words: words that a program moves in one step; at least 16 bytes for each thread.
     """
 
     num_programs: int
@@ -104,10 +104,10 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class WriteCompletion:
-    """Where a launch says that it is done: `1 + num_layers` words at `address`, the digests from the second on.
+    """Where a launch reports that it is done: `1 + num_layers` words at `address`, with the digests from the second on.
 
-    `sequence` is written to the first word after everything else. The address is of memory that the device may write,
-    usually pinned host memory.
+    `sequence` is written to the first word after everything else. The device must be able to write the address, which
+    is usually in pinned host memory.
     """
 
     address: int
@@ -115,15 +115,15 @@ class WriteCompletion:
 
 
 class ScatterWorkspace:
-    """What launches on one stream need on the device; not to be shared between streams.
+    """Device memory that launches on one stream need; must not be shared between streams.
 
     Args:
-        device: of the launches.
-        max_len: positions that a digest may reach.
+        device: device of the launches.
+        max_len: number of positions that a digest may cover.
     """
 
     def __init__(self, device: torch.device, max_len: int) -> None:
-        # [programs done, digest of each layer]; each launch leaves zeros.
+        # [finished programs, digest of each layer]; each launch leaves zeros.
         self.sums = torch.zeros(1 + MAX_LAYERS, dtype=torch.int64, device=device)
         low = [weight((3 << 60) + position) for position in range(PERIOD)]
         high = [weight((2 << 60) + stretch) for stretch in range(-(-max_len // PERIOD))]
@@ -143,18 +143,18 @@ def kv_scatter(
     *,
     with_digest: bool = True,
 ) -> None:
-    """Copy a piece from one pool to the other; without a digest, zeros are reported.
+    """Copy a range from one pool to the other; without a digest, zeros are reported.
 
     Args:
-        source: pool that is read.
-        source_blocks: int32 ids on the device, by logical index; its own block size.
-        target: pool that is written.
+        source: pool to read.
+        source_blocks: int32 ids on the device, by logical index, in the source's block size.
+        target: pool to write.
         target_blocks: the same for the target, whose block size may differ.
-        piece: what to move; both pools hold all of it.
-        workspace: of the current stream.
-        completion: told when all is there.
-        tuning: how to spread it.
-        with_digest: of what was written.
+        piece: range to move; both pools hold all of it.
+        workspace: workspace of the current stream.
+        completion: where completion is reported.
+        tuning: launch configuration.
+        with_digest: whether to digest what is written.
     """
     move(source, source_blocks, target, target_blocks, piece, workspace, completion, tuning, with_digest)
 
@@ -213,7 +213,7 @@ def _check_piece(source: PoolAddress, target: PoolAddress, piece: ScatterRange, 
 
 
 def _layer_words(layers: Sequence[LayerShape], piece: ScatterRange) -> int:
-    """Words from one layer of the piece to the next."""
+    """Words from one layer of the range to the next."""
     if piece.num_layers == 1:
         return 0
     shapes = layers[piece.layer : piece.layer + piece.num_layers]
@@ -231,15 +231,15 @@ def kv_scatter_reference(
     piece: ScatterRange,
     heads: tuple[int, int] = (0, 0),
 ) -> None:
-    """`kv_scatter` of one layer, position by position.
+    """Compute `kv_scatter` of one layer, position by position.
 
     Args:
-        source_NHPSW: the layer in the source pool.
+        source_NHPSW: layer in the source pool.
         source_blocks: ids by logical index.
-        target_NHPSW: the layer in the target pool.
+        target_NHPSW: layer in the target pool.
         target_blocks: the same for the target.
-        piece: what to move.
-        heads: first head that source and target hold.
+        piece: range to move.
+        heads: first heads that source and target hold.
     """
     here = slice(piece.head_first - heads[0], piece.head_first - heads[0] + piece.head_count)
     there = slice(piece.head_first - heads[1], piece.head_first - heads[1] + piece.head_count)
@@ -252,13 +252,13 @@ def kv_scatter_reference(
 def kv_digest_reference(
     words_NHPSW: torch.Tensor, blocks: Sequence[int], piece: ScatterRange, *, layer: int, head_first: int = 0
 ) -> int:
-    """The digest of one layer, in torch on any device.
+    """Compute the digest of one layer, in torch on any device.
 
     Args:
-        words_NHPSW: int64, the layer in the pool.
+        words_NHPSW: int64, layer in the pool.
         blocks: ids by logical index.
-        piece: what to digest.
-        layer: its number.
+        piece: range to digest.
+        layer: number of the layer.
         head_first: first head that the pool holds.
     """
     size = words_NHPSW.shape[3]

@@ -1,4 +1,4 @@
-"""Scatter new K and V rows into a layer's blocks.
+"""Writes new K and V rows into a layer's blocks.
 
 Legend: T tokens, N blocks, H KV heads, S positions per block, D head size.
 """
@@ -15,7 +15,7 @@ def kv_write(
 ) -> None:
     """Write row t to flat slot `slots_T[t]` (int64, block * S + offset), in the pool's dtype.
 
-    Padding rows share the scratch slot; which of them is left there is not defined, and nothing reads it.
+    Padding rows share the scratch slot; which of them remains there is undefined, and nothing reads it.
     """
     block_size = key_NHSD.shape[2]
     block_T = slots_T // block_size

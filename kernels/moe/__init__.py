@@ -1,1 +1,1 @@
-"""MoE layers: routing, which rank computes which rows, grouped GEMMs."""
+"""MoE layers: routing, assignment of rows to ranks, grouped GEMMs."""

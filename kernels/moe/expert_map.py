@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Final
 
 ExpertMap = tuple[int, ...]
-LEAST_GAIN: Final = 50  # weights move only if the most loaded rank loses more than 1/50 of its tokens
+LEAST_GAIN: Final = 50  # weights move only if the most loaded rank sheds more than one in this many of its tokens
 
 
 def first_map(num_experts: int, num_redundant: int) -> ExpertMap:

@@ -153,7 +153,7 @@ def _check(
 def choose_tiles(
     shape_ENK: tuple[int, ...], is_fp8: bool, swap_ab: bool, num_rows: int | None, device_index: int | None
 ) -> MaskedTiles:
-    """Return the tuned tiles of the swapped form, else the rule's; with `num_rows` None, tiles for any number of rows."""
+    """Return the tuned tiles of the swapped form, else the rule's; `num_rows` None: tiles for any number of rows."""
     if swap_ab and num_rows is not None:
         found = tuning.find(KERNEL, shape_name(shape_ENK, is_fp8), num_rows, device_index)
         if found is not None:

@@ -1,1 +1,1 @@
-"""What is computed of each row by itself between GEMMs: norms, rotation, gates."""
+"""Row-wise operations between GEMMs: norms, RoPE, gates."""

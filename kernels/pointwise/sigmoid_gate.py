@@ -62,7 +62,7 @@ def gate_output(
 def add_shared_reference(
     mixed_TD: torch.Tensor, shared_TD: torch.Tensor, logit_T1: torch.Tensor | None
 ) -> torch.Tensor:
-    """Add the shared expert's output, times the sigmoid of each row's logit if there is one, to the MoE output [T, D]."""
+    """Add the shared expert's output, times the sigmoid of each row's logit if there is one, to the MoE output."""
     wide = wide_dtype(mixed_TD.dtype)
     shared_TD = shared_TD.to(wide)
     if logit_T1 is not None:

@@ -1,1 +1,1 @@
-"""From logits to tokens: edits, cuts, noise, verification of drafts, log-probabilities."""
+"""From logits to tokens: logit edits, truncation, noise, verification of drafts, log-probabilities."""

@@ -1,11 +1,11 @@
-"""The decision message on a GPU, in two launches: pack it with its digest, and compare what was decided with one's own.
+"""The decision message on a GPU, in two launches: pack it with a digest, and compare rank 0's with one's own.
 
-Bit for bit what `kernels.sampling.decision_reference` gives. Messages are small (a few hundred words of values, some
-ten thousand of state), so each launch is one program: nothing has to be zeroed or added up in memory, and most of the
-time is that of a launch. Batches change from step to step, so nothing is specialized on: there is one binary for any
-shape.
+The results are bit for bit those of `kernels.sampling.decision_reference`. Messages are small (a few hundred words of
+values, some ten thousand of state), so each launch is one program: no memory has to be zeroed or accumulated, and most
+of the time is launch time. Batches change from step to step, so nothing is specialized on: one binary serves any shape.
 
-64-bit products must wrap, which Triton's integers do. Shapes: N words of a message, F first words, R rows of them.
+64-bit multiplications must wrap, which Triton's integers do. Shapes: N words of a message, F first words, R rows of
+them.
 """
 
 from collections.abc import Sequence
@@ -28,22 +28,22 @@ _DIVERGED = tl.constexpr(DIVERGED)
 
 
 def pack(values: torch.Tensor, state: Sequence[torch.Tensor], number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The message twice, int32 [3 + values]: to keep, and to broadcast in place.
+    """Return the message twice, int32 [3 + values]: one to keep, and one to broadcast in place.
 
     Args:
         values: int64 that fit in 31 bits.
-        state: at most MAX_STATE tensors of integers; one that is neither contiguous nor 1-D costs a copy.
-        number: of the decision, 31 bits.
+        state: at most MAX_STATE integer tensors; one that is neither contiguous nor 1-D costs a copy.
+        number: number of the decision, 31 bits.
     """
     assert len(state) <= MAX_STATE
     values = values.contiguous()
     num_words = HEAD_LEN + values.numel()
     messages = torch.empty(2 * num_words, dtype=torch.int32, device=values.device)
-    # The one that crosses begins where the memory does, for NCCL is faster on aligned buffers.
+    # The broadcast message comes first, because NCCL is faster on aligned buffers.
     decided_N, own_N = messages[:num_words], messages[num_words:]
     arguments: list[torch.Tensor | int] = []
     for tensor in state:
-        # Columns of a wider table come as they are; that copies of others live until the launch is the list's doing.
+        # Columns of a wider table are passed as views; the list keeps copies of other tensors alive until the launch.
         flat = tensor if tensor.dim() == 1 else tensor.contiguous()
         arguments += [flat, flat.numel(), flat.stride(0) if flat.dim() == 1 else 1]
     for _ in range(MAX_STATE - len(state)):
@@ -56,7 +56,7 @@ def pack(values: torch.Tensor, state: Sequence[torch.Tensor], number: int) -> tu
 
 
 def compare(own_N: torch.Tensor, decided_N: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The values where the messages are the same, `DIVERGED` in every place where they are not.
+    """Return the values if the messages are equal, otherwise `DIVERGED` everywhere.
 
     Args:
         own_N: int32 [3 + values], contiguous.
@@ -74,7 +74,7 @@ def compare(own_N: torch.Tensor, decided_N: torch.Tensor, values: torch.Tensor) 
 
 
 def warm_up(device: torch.device) -> None:
-    """Have both compiled and loaded, so that no step waits for it."""
+    """Compile and load both kernels, so that no step waits for that."""
     values = torch.zeros(1, dtype=torch.int64, device=device)
     own_N, decided_N = pack(values, (), 0)
     compare(own_N, decided_N, values)

@@ -1,6 +1,7 @@
-"""The drafts of a batch and how they are judged, as tensors; what they are for is `kernels.sampling.verify`'s business.
+"""The drafts of a batch and how they are verified, as tensors; `kernels.sampling.verify` uses them.
 
-Legend: B sequences, K drafts of each, N rows of probabilities, C columns of a draft head, V vocabulary.
+Legend: B sequences, S sequences under rejection sampling, K drafts of each, Q = K + 1, N rows of probabilities, C
+columns of a draft head, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -12,12 +13,12 @@ from baton.kernels.sampling.rows import FLOATS, INTS
 
 
 def accept_chances(p_SK: torch.Tensor, q_SK: torch.Tensor) -> torch.Tensor:
-    """The chance of each draft, if all before it stand: min(1, p / q); 0 where there was no draft (q = 0)."""
+    """Probability that each draft is accepted, given all before it: min(1, p / q); 0 without a draft (q = 0)."""
     return torch.where(q_SK > 0, p_SK / q_SK, 0.0).clamp(max=1.0)
 
 
 def block_reach(p_SK: torch.Tensor, q_SK: torch.Tensor) -> torch.Tensor:
-    """How far the target covers each prefix, float64 [S, Q]: 1 for none, then min(the one before times p / q, 1).
+    """How far the target covers each prefix, float64 [S, Q]: 1 for the empty one, then min(previous * p / q, 1).
 
     Sun et al., algorithm 2 (there p_i).
     """
@@ -31,33 +32,33 @@ def block_reach(p_SK: torch.Tensor, q_SK: torch.Tensor) -> torch.Tensor:
 
 
 def block_chances(reach_SQ: torch.Tensor, leftover_SK: torch.Tensor) -> torch.Tensor:
-    """The chance with which each prefix of 1 ... K drafts asks to stand; the longest that does is taken.
+    """Probability with which each prefix of 1 ... K drafts qualifies; the longest that does is accepted.
 
     Sun et al., equation 4: leftover / (leftover + 1 - reach), where the leftover of prefix i is the sum of its residual
-    weights. The last prefix has no draft after it, so that its leftover is its reach, and the reach its chance.
+    weights. The last prefix has no draft after it, so its leftover is its reach, and its reach is its probability.
     """
     reach_SK = reach_SQ[:, 1:]
     total_SK = leftover_SK + (1.0 - reach_SK)
-    # 0 / 0: a prefix with nothing missing and nothing left over; some longer one always stands.
+    # 0 / 0: a prefix with nothing missing and nothing left over; some longer one always qualifies.
     return torch.where(total_SK > 0, leftover_SK / total_SK, 1.0)
 
 
 def longest_prefix(stands_SK: torch.Tensor) -> torch.Tensor:
-    """Length of the longest prefix that stands, int64 [S]; 0 if none does."""
+    """Length of the longest prefix that is accepted, int64 [S]; 0 if none is."""
     length_K = torch.arange(1, stands_SK.shape[1] + 1, device=stands_SK.device)
     lengths_SK = torch.where(stands_SK, length_K, 0)
     return torch.nn.functional.pad(lengths_SK, (1, 0)).amax(dim=1)
 
 
 def residual_weights(p_SV: torch.Tensor, q_SV: torch.Tensor, reach_S: torch.Tensor) -> torch.Tensor:
-    """What the drafts left over of the target: max(reach p - q, 0), not normalised."""
+    """Residual of the target after the drafts: max(reach p - q, 0), not normalised."""
     return (p_SV * reach_S[:, None].to(p_SV.dtype) - q_SV).clamp(min=0.0)
 
 
 def pick(weights_SV: torch.Tensor, uniform_S: torch.Tensor) -> torch.Tensor:
-    """Inverse of the distribution function, int64 [S]: the first id whose cumulative weight exceeds u times the sum.
+    """Invert the distribution function, int64 [S]: the first id whose cumulative weight exceeds u times the sum.
 
-    An id of weight 0 is never picked, nor one past the last of positive weight, whatever rounding does.
+    An id of weight 0 is never picked, nor one past the last of positive weight, regardless of rounding.
     """
     cumulative_SV = weights_SV.cumsum(dim=-1, dtype=torch.float64)
     threshold_S1 = uniform_S[:, None].double() * cumulative_SV[:, -1:]
@@ -66,18 +67,18 @@ def pick(weights_SV: torch.Tensor, uniform_S: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRows:
-    """The drafts of a batch and how they are judged.
+    """The drafts of a batch and how they are verified.
 
     Attributes:
-        ids_BK: int64, tokens of the target; -1 is no draft, and nothing after it is considered.
-        cap_B: int64, drafts that may be accepted; nothing of rows past them is read.
-        law_B: int32, `choice.Law`.
+        ids_BK: int64, token ids of the target's vocabulary; -1 means no draft, and drafts after it are ignored.
+        cap_B: int64, maximum number of accepted drafts; rows past them are not read.
+        law_B: int32, `kernels.sampling.rows.Law`.
         by_chance: whether any law may be REJECT or BLOCK.
-        probs_NKC: float32, what drafts were drawn from; what must not be read can be anything.
-        probs_row_B: int32, each sequence's row of it, -1 where the drafts are point masses.
-        t2d_V: int32 or int64, the column of each token, -1 for none; None if columns are tokens.
-        rates_K: float64, SYNTHETIC's chance of each draft once all before it stand.
-        forced_len: FORCE's.
+        probs_NKC: float32, distributions that drafts were drawn from; entries that must not be read may be anything.
+        probs_row_B: int32, row of `probs_NKC` for each sequence, -1 if its drafts are point masses.
+        t2d_V: int32 or int64, draft head column of each token, -1 for none; None if columns are tokens.
+        rates_K: float64, SYNTHETIC's acceptance probability of each draft if all before it were accepted.
+        forced_len: number of drafts that FORCE accepts.
     """
 
     ids_BK: torch.Tensor
@@ -91,10 +92,10 @@ class DraftRows:
     forced_len: int = 0
 
     def require_fits(self, num_sequences: int, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        """Refuse tensors of another shape, dtype or device.
+        """Refuse tensors with another shape, dtype or device.
 
         Raises:
-            KernelArgumentInvalid: a tensor is one; the message names it.
+            KernelArgumentInvalid: a tensor does not fit; the message names it.
         """
         num_drafts = num_rows - 1
         wanted = (

@@ -1,7 +1,8 @@
-"""Rows of logits after a grammar's bitmask, biases and penalties, in one launch: only those that are edited are copied.
+"""Applies grammar bitmasks, biases and penalties to logits in one launch; only edited rows are copied.
 
 The order is that of `engine`: the bitmask, biases, then repetition, presence and frequency penalty over the prompt, the
-output so far and the drafts before each row. The model's own logits stay as they are, as log-probabilities are theirs.
+output so far and the drafts before each row. The model's own logits stay as they are, because log-probabilities are
+reported from them.
 
 Legend: B sequences, K drafts, Q = K + 1 rows, V vocabulary, P sequences that are edited, E = P Q rows, W words or
 biased tokens, N slots of a table, X >= V columns of it.
@@ -18,15 +19,15 @@ from baton.kernels.sampling.rows import FLOATS, EditedRows, require_logits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edits:
-    """What some sequences do to their logits; kinds that none asks for are None.
+    """Edits of some sequences' logits; kinds that no sequence uses are None.
 
     Attributes:
         sequence_P: int64, places in the batch.
-        drafts_BK: int64, of all sequences.
+        drafts_BK: int64, drafts of all sequences.
         bitmask_PQW: int32, bit t % 32 of word t // 32 for token t.
         bias_ids_PW: int64; unused places add 0 to any token.
         bias_values_PW: float64.
-        penalties_P3: float64: repetition, presence and frequency; 1, 0, 0 is none.
+        penalties_P3: float64: repetition, presence and frequency; 1, 0, 0 means none.
         counts_NX: int32, how often each token was generated, by slot.
         in_prompt_NX: bool, by slot.
         slot_P: int64, each sequence's slot.
@@ -43,10 +44,10 @@ class Edits:
     slot_P: torch.Tensor | None = None
 
     def require_fits(self, num_sequences: int, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        """Refuse tensors of another shape, dtype or device, and kinds that are given by halves.
+        """Refuse tensors with another shape, dtype or device, and kinds that are given only in part.
 
         Raises:
-            KernelArgumentInvalid: a tensor is one; the message names it.
+            KernelArgumentInvalid: a tensor does not fit; the message names it.
         """
         count = self.sequence_P.numel()
         wanted = (
@@ -81,12 +82,12 @@ class Edits:
 def edit_rows(
     logits_BQV: torch.Tensor, edits: Edits, *, implementation: Implementation = Implementation.AUTO
 ) -> EditedRows:
-    """The edited rows, float32, and where they stand.
+    """Return the edited rows, float32, and their places.
 
     Args:
         logits_BQV: bfloat16 or float32.
-        edits: of some sequences.
-        implementation: which form computes.
+        edits: edits of some sequences.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; the message names it.

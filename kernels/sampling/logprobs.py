@@ -1,10 +1,10 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones, from raw logits, without sorting.
+"""Log-probabilities of sampled tokens and of the likeliest tokens, from raw logits, without sorting.
 
-Two launches: chunks of rows give their sums of exponentials, their likeliest tokens and how many logits are larger than
-the chosen one's; then one program for each row puts them together. Only what is reported leaves the device, packed as
-`engine.sampling.logprobs` does: all ids and ranks are exact in float64.
+There are two launches. First, chunks of rows compute their sums of exponentials, their likeliest tokens, and how many
+logits are larger than the sampled token's. Then one program per row combines them. Only reported numbers leave the
+device, packed as in `engine.sampling.logprobs`: all ids and ranks are exact in float64.
 
-Legend: N rows, V vocabulary, K likeliest tokens, X = 2 (K + 1) + 1 numbers: log-probabilities, ids, rank; the chosen
+Legend: N rows, V vocabulary, K likeliest tokens, X = 2 (K + 1) + 1 numbers: log-probabilities, ids, rank; the sampled
 token's first.
 """
 
@@ -26,16 +26,16 @@ def logprobs_topk(
     *,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """Packed [N, X], float64; equals are ordered by id, the lower first, and the rank is 1 + those that are larger.
+    """Return packed [N, X], float64; equals are ordered by id, lower first; rank = 1 + number of larger logits.
 
-    Log-probabilities are finite whatever the logits: at least float32's lowest. Of a row with NaN they mean nothing,
-    but ids are of tokens there, too.
+    Log-probabilities are always finite: at least float32's lowest number. For a row with NaN they are meaningless, but
+    ids are valid tokens there, too.
 
     Args:
         logits_NV: bfloat16 or float32, raw.
-        token_ids_N: int32 or int64, chosen.
-        num_top: K, at most `MAX_TOP`; more than V are V.
-        implementation: which form computes.
+        token_ids_N: int32 or int64, sampled tokens.
+        num_top: K, at most `MAX_TOP`; more than V count as V.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; the message names it.
@@ -59,7 +59,7 @@ def logprobs_topk(
 
 
 def logprobs_reference(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_top: int) -> torch.Tensor:
-    """The same by torch, of float64, too: there a chosen token's log-probability is at least float64's lowest."""
+    """Compute it in torch, also for float64, where log-probabilities are at least float64's lowest number."""
     if logits_NV.dtype.itemsize < 4:
         logits_NV = logits_NV.float()
     lse_N1 = logits_NV.double().logsumexp(dim=1, keepdim=True)
@@ -72,16 +72,16 @@ def logprobs_reference(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_t
 
 
 def finite_logprobs(logprobs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same, and the lowest number of `dtype` where one would be less, or is no number."""
+    """Replace NaN and anything below the lowest number of `dtype` by that number."""
     lowest = torch.finfo(dtype).min
     return logprobs.nan_to_num(nan=lowest, neginf=lowest).clamp(min=lowest)
 
 
 def top_ids(logits_NV: torch.Tensor, num_top: int) -> torch.Tensor:
-    """The likeliest K ids, int64 [N, K], by logit and then by id, the lower first.
+    """Return the likeliest K ids, int64 [N, K], by logit and then by id, lower first.
 
-    Without sorting V numbers: torch.topk leaves open which of equal numbers it takes, so those at the border are looked
-    for by id.
+    It does not sort V numbers. torch.topk does not define which of equal numbers it takes, so those at the border are
+    found by id.
     """
     if num_top == 0:
         return torch.zeros(len(logits_NV), 0, dtype=torch.int64, device=logits_NV.device)
@@ -90,10 +90,10 @@ def top_ids(logits_NV: torch.Tensor, num_top: int) -> torch.Tensor:
     vocab_size = logits_NV.shape[1]
     token_V = torch.arange(vocab_size, device=logits_NV.device)
     at_border_NV = torch.where(logits_NV == border_N1, vocab_size - token_V, 0)
-    border_ids_NK = vocab_size - at_border_NV.topk(num_top, dim=-1).values  # V where there are not so many
-    # Those above the border, which topk found for certain, and after them those at it; then the first K in order.
+    border_ids_NK = vocab_size - at_border_NV.topk(num_top, dim=-1).values  # V if there are fewer
+    # Ids above the border, which topk certainly found, then ids at the border; of these the first K in order.
     ids_N2K = torch.cat([ids_NK.masked_fill(values_NK <= border_N1, vocab_size), border_ids_NK], dim=1).sort().values
     known_N2K = logits_NV.gather(1, ids_N2K.clamp(max=vocab_size - 1)).masked_fill(ids_N2K == vocab_size, -torch.inf)
-    # A token of logit -inf at the border ties with the places that hold none; those have higher ids.
+    # A token of logit -inf at the border ties with empty places, which have higher ids.
     order_N2K = known_N2K.sort(dim=-1, descending=True, stable=True).indices
     return ids_N2K.gather(1, order_N2K)[:, :num_top]

@@ -1,10 +1,11 @@
-"""Drafts without a model: what followed the last tokens of a sequence where they stood before (prompt lookup).
+"""Drafts without a model: propose what followed an earlier occurrence of the newest tokens (prompt lookup).
 
-Source: Saxena, "Prompt Lookup Decoding" (2023). Of all places where the newest tokens stood before, the one that agrees
-with most of them wins, and of several the most recent. What followed it is proposed; where that reaches the end of the
-sequence it goes on from its own beginning, as if the text between repeated itself.
+Of all places where the newest tokens occurred before, the longest match wins, and among equals the most recent. What
+followed it is proposed; if that reaches the end of the sequence, it continues from its own beginning, as if the text in
+between repeated itself. There is one launch per step.
 
-One launch for a step. Legend: N slots, L tokens of a slot's row, B sequences, K drafts.
+Source: Saxena, "Prompt Lookup Decoding" (2023).
+Legend: N slots, L tokens of a slot's row, B sequences, K drafts.
 """
 
 import torch
@@ -28,16 +29,16 @@ def ngram_drafts(
     max_match_len: int,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """Drafts of each sequence, int64 [B, K]; all of a row are `NO_DRAFT` where nothing agrees with its last tokens.
+    """Propose drafts for each sequence, int64 [B, K]; a row is all `NO_DRAFT` if nothing matches its last tokens.
 
     Args:
-        tokens_NL: int32, the tokens of each slot's sequence; what lies behind its length is not read.
-        slot_B: int64, the row of each sequence.
-        length_B: int64, its tokens; more than L, as of a sequence that is over, count as L. May be strided.
+        tokens_NL: int32, tokens of each slot's sequence; tokens past its length are not read.
+        slot_B: int64, slot of each sequence.
+        length_B: int64, tokens of each sequence; more than L, as for a finished sequence, count as L. May be strided.
         num_drafts: K, at least 1.
-        min_match_len: last tokens that must agree, at least 1.
-        max_match_len: last tokens that are compared, at most 16.
-        implementation: see there.
+        min_match_len: number of last tokens that must match, at least 1.
+        max_match_len: number of last tokens that are compared, at most 16.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit.
@@ -67,10 +68,10 @@ def ngram_drafts_reference(
     min_match_len: int,
     max_match_len: int,
 ) -> torch.Tensor:
-    """The same in torch, over whole rows."""
+    """Compute it in torch, over whole rows."""
     tokens_BL, length_B1 = tokens_NL[slot_B], length_B[:, None].long().clamp(max=tokens_NL.shape[1])
     place_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-    agrees_BL = place_L < length_B1 - 1  # the last token of an earlier place
+    agrees_BL = place_L < length_B1 - 1  # an earlier match ends before the last token
     match_len_BL = torch.zeros_like(tokens_BL, dtype=torch.int64)
     for back in range(max_match_len):
         last_B1 = tokens_BL.gather(1, (length_B1 - 1 - back).clamp(min=0))

@@ -1,10 +1,11 @@
 """Counter-based random numbers: a draw is a pure function of (seed, choice, position, purpose, number).
 
-Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): counter
-(number // 4, position, choice, purpose), key the seed's halves; a block has four words. There is no state to advance,
-so a draw cannot depend on the batch, on earlier steps or on speculation. The kernels of `noise_triton` draw the same
-numbers. This module refuses to know what they are for, beyond the names of purposes.
+Philox4x32-10 with counter (number // 4, position, choice, purpose) and the seed's halves as key; a block has four
+words. There is no state to advance, so a draw cannot depend on the batch, on earlier steps or on speculation. The
+kernels of `noise_triton` draw the same numbers. This module knows the names of purposes, but not what the numbers are
+used for.
 
+Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 Legend: N rows, V vocabulary, W = ceil(V / 4) Philox blocks of a row.
 """
 
@@ -19,7 +20,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _NUM_ROUNDS = 10
 _MASK = 0xFFFFFFFF
-_MAX_ELEMENTS = 1 << 22  # of a temporary; a wide vocabulary is drawn some rows at a time
+_MAX_ELEMENTS = 1 << 22  # limit of a temporary; for a large vocabulary, rows are drawn in parts
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -27,22 +28,22 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class Purpose(IntEnum):
     """What a draw is used for; two purposes never share a number."""
 
-    SAMPLE = 0  # the noise of a token's choice, by the token's position
-    ACCEPT = 1  # whether drafts stand; this and what follows is keyed by the first position of a step
-    RESIDUAL = 2  # the token after the drafts that stand
+    SAMPLE = 0  # the noise for sampling a token, keyed by the token's position
+    ACCEPT = 1  # whether drafts are accepted; this and the following are keyed by the first position of a step
+    RESIDUAL = 2  # the token after the accepted drafts
     DRAFT = 3  # the drafts
-    SYNTHETIC = 4  # acceptance made up for a benchmark, by place in the batch instead of a seed
+    SYNTHETIC = 4  # synthetic acceptance for benchmarks, keyed by place in the batch instead of a seed
 
 
 def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Four 32-bit words for each counter; all tensors are int64 that hold unsigned 32-bit values, and broadcast."""
+    """Compute four 32-bit words for each counter; all tensors are int64 with unsigned 32-bit values, and broadcast."""
     word0, word1, word2, word3 = counter
     key0, key1 = key
     for round_index in range(_NUM_ROUNDS):
         if round_index:
             key0 = (key0 + _KEY_INCREMENTS[0]) & _MASK
             key1 = (key1 + _KEY_INCREMENTS[1]) & _MASK
-        # int64 products wrap, which leaves all 64 bits right; the mask undoes the sign that the shift drags in.
+        # int64 multiplication wraps, which keeps all 64 bits right; the mask removes the sign that the shift extends.
         product0 = word0 * _MULTIPLIERS[0]
         product1 = word2 * _MULTIPLIERS[1]
         word0, word2 = ((product1 >> 32) & _MASK) ^ word1 ^ key0, ((product0 >> 32) & _MASK) ^ word3 ^ key1
@@ -58,9 +59,9 @@ def uniform(
     num_draws: int,
     first: int = 0,
 ) -> torch.Tensor:
-    """Uniforms in (0, 1), float64 [N, num_draws]: never 0 and never 1, so that both logarithms below are finite.
+    """Draw uniforms in (0, 1), float64 [N, num_draws]: never 0 or 1, so that the logarithms in `gumbel` are finite.
 
-    They are those from number `first` on of as many as one likes.
+    The numbers are those from `first` on of an unlimited sequence.
     """
     block_W = torch.arange(first // 4, -(-(first + num_draws) // 4), dtype=torch.int64, device=seed_N.device)
     purpose_W = torch.full_like(block_W, int(purpose))
@@ -79,14 +80,14 @@ def gumbel(
     dtype: torch.dtype,
     first: int = 0,
 ) -> torch.Tensor:
-    """Standard Gumbel noise [N, V]: argmax(logits + noise) is one draw from softmax(logits).
+    """Draw standard Gumbel noise [N, V]: argmax(logits + noise) is one draw from softmax(logits).
 
     Args:
-        seed_N: int64 in [0, 2^63), the request's seed.
+        seed_N: int64 in [0, 2^63), seed of the request.
         choice_N: int64, which of a request's parallel answers.
-        position_N: int64, index in the sequence of the token being chosen.
+        position_N: int64, index in the sequence of the token being sampled.
         purpose: keeps draws for different uses apart.
-        vocab_size: V, or as many tokens from `first` on.
+        vocab_size: V, or the number of tokens from `first` on.
         dtype: of the result; the arithmetic is float64 whatever it is.
         first: id of the first token.
     """

@@ -1,10 +1,11 @@
-"""One token of each sequence, chosen without sorting: temperature, min-p, top-k, top-p, then Gumbel noise.
+"""Samples one token per sequence without sorting: temperature, min-p, top-k, top-p, then Gumbel noise.
 
-What stays after each cut, and the order of cuts, are those of `engine.sampling.sampler` and
-`engine.sampling.truncation`: min-p first,
-then the k likeliest, of these the smallest set that reaches p; equals in order of ids. The token is a function of the
-row, its parameters, seed, choice and position. Three launches: the scan, which shares rows among programs; the bounds,
-left out where nothing is cut (`bounds_triton` says how they are found); and the decision.
+What remains after each cut, and the order of cuts, are those of `engine.sampling.sampler` and
+`engine.sampling.truncation`: min-p first, then the k likeliest, of these the smallest set that reaches p; equal tokens
+in order of ids. The token is a function of the row, its parameters, seed, choice and position.
+
+There are three launches: the scan, which splits rows among programs; the bounds, left out if nothing is cut
+(`bounds_triton` says how they are found); and the decision.
 
 Legend: B sequences, V vocabulary.
 """
@@ -24,13 +25,13 @@ def sample(
     edited: EditedRows | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """The token of each row, int64 [B].
+    """Sample the token of each row, int64 [B].
 
     Args:
         logits_BV: bfloat16 or float32.
-        rows: how each draws.
-        edited: rows whose logits are others.
-        implementation: which form computes.
+        rows: sampling parameters of each row.
+        edited: rows whose logits are replaced.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; the message names it.

@@ -1,15 +1,15 @@
-"""Which drafts of a batch stand, and the token after them: sequences of any law side by side, in at most four launches.
+"""Decides which drafts of a batch are accepted, and the token after them, in at most four launches.
 
-The laws, and what is drawn from what, are those of `engine.speculation.verify`, `engine.speculation.rejection` and
-`engine.speculation.synthetic`: a draft
-matches the target's own choice (its likeliest token, or its draw by Gumbel noise), or is judged by chance (Leviathan et
-al., 2023; as a block: Sun et al., 2024), or stands because a benchmark wants it so. Launches: the scan; bounds of
-top-k, top-p and min-p if any sequence may have them; sums of what drafts leave over if any were drawn from
-probabilities; the decision. Nothing waits for the device, and how many launches there are is known on the host.
+The verification laws, and what is drawn from what, are those of `engine.speculation.verify`,
+`engine.speculation.rejection` and `engine.speculation.synthetic`; a batch may mix them. A draft is accepted if it
+matches the target's own choice (its likeliest token, or its draw by Gumbel noise), or by rejection sampling (Leviathan
+et al., 2023; as a block: Sun et al., 2024), or because a benchmark prescribes it. The launches are the scan; the bounds
+of top-k, top-p and min-p, if any sequence may have them; sums of residual probabilities, if any drafts were drawn from
+probabilities; and the decision. Nothing waits for the device, and the host knows the number of launches.
 
-A token is the same whatever the batch, its place in it, and the number of drafts. What a GPU chooses can differ from
-the reference's choice only where its logarithm of a float64, rounded to float32, does, or where a sum of float32
-exponentials falls on the other side of a border (some 1e-7 of it).
+A token is the same whatever the batch, its place in it, and the number of drafts. A GPU's choice can differ from the
+reference's only where its logarithm of a float64, rounded to float32, differs, or where a sum of float32 exponentials
+falls on the other side of a border (some 1e-7 of it).
 
 Legend: B sequences, K drafts, Q = K + 1 rows, R = B Q rows, V vocabulary, N rows of draft probabilities, C columns of
 the draft head, E edited rows.
@@ -35,7 +35,7 @@ from baton.kernels.sampling.kept_tokens import kept
 from baton.kernels.sampling.noise import SYNTHETIC_SEED, Purpose, gumbel, uniform
 from baton.kernels.sampling.rows import LOGITS, MIN_TEMPERATURE, DrawRows, EditedRows, Law, require_logits
 
-NOT_FINITE: Final = 1 << 30  # added to a length that is told to the host
+NOT_FINITE: Final = 1 << 30  # flag added to a length that is reported to the host
 
 
 def verify_reference(
@@ -45,7 +45,7 @@ def verify_reference(
     edited: EditedRows | None,
     counts_Q: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B, Q] and accepted lengths [B], int64; without drafts each sequence has one row."""
+    """Return tokens [B, Q] and accepted lengths [B], int64; without drafts each sequence has one row."""
     num_sequences, num_rows, _ = logits_BQV.shape
     token_ids_BQ = torch.zeros(num_sequences, num_rows, dtype=torch.int64, device=logits_BQV.device)
     accepted_len_B = token_ids_BQ.new_zeros(num_sequences)
@@ -85,7 +85,7 @@ class _Sequence:
             self._usable = max(0, min(self._usable, int(drafts.cap_B[sequence])))
 
     def verdict(self) -> tuple[int, int]:
-        """Drafts that stand, and the token after them."""
+        """Return the number of accepted drafts, and the token after them."""
         if self.law in (Law.REJECT, Law.BLOCK) and self._temperature > 0:
             return self._by_chance()
         if self.law in (Law.FORCE, Law.SYNTHETIC):
@@ -104,7 +104,7 @@ class _Sequence:
         return self._logits_BQV[self._sequence, place].float()
 
     def _processed(self, place: int) -> torch.Tensor:
-        """What may be drawn, float32 [V], of largest 0; -inf where something cut it off."""
+        """Logits that may be sampled, float32 [V], with maximum 0; -inf where a cut removed a token."""
         rows, at = self._rows, self._sequence
         logits_V = self._logits(place)
         scaled_V = (logits_V - logits_V.max()) / max(self._temperature, MIN_TEMPERATURE)
@@ -143,7 +143,7 @@ class _Sequence:
         return _prefix([draws[place] < rates[place] for place in range(self._usable)])
 
     def _proposal(self, place: int) -> torch.Tensor:
-        """Q of the draft after `place` others, float32 [V]; zeros where there is none."""
+        """Proposal distribution q of the draft at `place`, float32 [V]; zeros if there is none."""
         vocab_size = self._logits_BQV.shape[2]
         q_V = torch.zeros(vocab_size, device=self._logits_BQV.device)
         if place >= self._usable:
@@ -186,7 +186,7 @@ class _Sequence:
 
 
 def truncated(scaled_V: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """The k likeliest tokens, of these the smallest set whose probability reaches p; -inf where others were."""
+    """Keep the k likeliest tokens, of these the smallest set whose probability reaches p; others become -inf."""
     if top_k <= 0 and top_p >= 1.0:
         return scaled_V
     sorted_V, order_V = scaled_V.sort(descending=True, stable=True)
@@ -201,11 +201,11 @@ def _prefix(stands: list[bool]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a step emits.
+    """Tokens that a step emits.
 
     Attributes:
         token_ids_BQ: int64, 0 past `accepted_len_B`.
-        accepted_len_B: int64, drafts that stand; one token more is emitted.
+        accepted_len_B: int64, number of accepted drafts; one token more is emitted.
     """
 
     token_ids_BQ: torch.Tensor
@@ -214,13 +214,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """Where a step leaves its sequences.
+    """State of sequences after a step.
 
     Attributes:
-        last_token_B: int64, the newest token.
+        last_token_B: int64, newest token.
         length_B: int64, tokens of the sequence.
-        last_row_B: int64, of R: the row whose hidden state the last token was chosen from.
-        told_len_B: int64, what the host is told: see `told_lengths`.
+        last_row_B: int64, row (of R) whose hidden state the last token was sampled from.
+        told_len_B: int64, length reported to the host: see `told_lengths`.
     """
 
     last_token_B: torch.Tensor
@@ -230,10 +230,10 @@ class NextStep:
 
 
 def told_lengths(accepted_len_B: torch.Tensor, logits_BQV: torch.Tensor) -> torch.Tensor:
-    """Accepted lengths, with `NOT_FINITE` added where a token was chosen from numbers that are not finite: int64 [B].
+    """Accepted lengths, int64 [B], with `NOT_FINITE` added where a token was sampled from non-finite numbers.
 
-    One logit of a row tells: a hidden state with a NaN or an infinity in it makes a NaN of each. Of a vocabulary that
-    ranks share, the one without a token of its own has -inf there.
+    One logit of a row is enough to tell: a hidden state with a NaN or an infinity makes every logit NaN. If ranks share
+    a vocabulary, a rank without tokens of its own has -inf there.
     """
     row_Q = torch.arange(logits_BQV.shape[1], device=logits_BQV.device)
     is_chosen_from_BQ = row_Q <= accepted_len_B[:, None]
@@ -250,16 +250,16 @@ def verify(
     counts_Q: torch.Tensor | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> Verdict:
-    """Decide which drafts stand, and the token after them; see the module.
+    """Decide which drafts are accepted, and the token after them; see the module.
 
     Args:
         logits_BQV: bfloat16 or float32; row q follows the first q drafts. Rows past a sequence's last usable draft may
-            hold anything.
-        rows: how each sequence draws.
-        drafts: what is judged.
-        edited: rows whose logits are others.
-        counts_Q: int64, to which this step's sequences are added by accepted length; idle ones are not.
-        implementation: which form computes.
+            contain anything.
+        rows: sampling parameters of each sequence.
+        drafts: drafts to verify.
+        edited: rows whose logits are replaced.
+        counts_Q: int64 counters by accepted length, to which this step's sequences are added; idle ones are not.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; the message names it.
@@ -292,13 +292,13 @@ def post_verify(
     *,
     implementation: Implementation = Implementation.AUTO,
 ) -> NextStep:
-    """The next step's inputs, and what the host is told, in one launch.
+    """Compute the next step's inputs, and what is reported to the host, in one launch.
 
     Args:
-        verdict: of the step.
-        length_B: int64, before it.
-        logits_BQV: the model's; float64, too, where the reference computes. Some columns of each row are enough.
-        implementation: which form computes.
+        verdict: result of the step.
+        length_B: int64, lengths before the step.
+        logits_BQV: logits of the model; the reference also takes float64. Some columns of each row are enough.
+        implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; the message names it.
