@@ -1,1 +1,1 @@
-"""Starting and watching a deployment: CLI, placement on Ray, supervision, diagnosis."""
+"""Starts and watches deployments: command line, placement on Ray, supervision, diagnosis."""

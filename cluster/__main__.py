@@ -1,4 +1,4 @@
-"""Entry point of the `baton` command; everything else is `baton.cluster.cli`."""
+"""Entry point of the `baton` command; everything else is in `baton.cluster.cli`."""
 
 from baton.cluster.cli import main
 

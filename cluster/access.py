@@ -1,4 +1,4 @@
-"""How commands get into a deployment: with what their flags or the environment say."""
+"""Gives commands access to a deployment, by what their flags or the environment say."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +14,17 @@ _ACCESS: ContextVar[Access | None] = ContextVar("access", default=None)
 
 
 def current_access() -> Access:
-    """What the command was given, or else the environment says.
+    """Return the access that the command was given, or else that of the environment.
 
     Raises:
-        ConfigInvalid: the file of the key cannot be read.
+        ConfigInvalid: the key file cannot be read.
     """
     return _ACCESS.get() or Access.from_environment()
 
 
 @contextmanager
 def using(access: Access) -> Iterator[None]:
-    """Within it, this is what `current_access` returns."""
+    """Make `current_access` return this access within the context."""
     token = _ACCESS.set(access)
     try:
         yield
@@ -33,7 +33,7 @@ def using(access: Access) -> Iterator[None]:
 
 
 def open_with(access: Access, address: str) -> grpc.Channel:
-    """A channel whose every call shows the key.
+    """Open a channel that sends the API key with every call.
 
     Raises:
         ConfigInvalid: the certificates cannot be used.

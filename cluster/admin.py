@@ -1,4 +1,4 @@
-"""Asking a deployment how it is: the Admin service, as plain data."""
+"""Calls to a deployment's Admin service, with plain data as results."""
 
 from collections import Counter
 from typing import Any
@@ -19,7 +19,7 @@ TIMEOUT_S = 5.0
 
 
 def open_channel(address: str, access: Access | None = None) -> grpc.Channel:
-    """A connection to a deployment, made when first needed, with what the command was given to get in.
+    """Open a connection to a deployment with the command's access; it connects on first use.
 
     Raises:
         InvalidText: the address is not Unicode text.
@@ -29,8 +29,8 @@ def open_channel(address: str, access: Access | None = None) -> grpc.Channel:
 
 
 def error_from_rpc(error: grpc.RpcError, address: str) -> BatonError:
-    """The typed error behind a failed call; one that never reached a deployment is a StartupError."""
-    # The stubs of grpc do not agree with each other on what this is: pairs of a key and str or bytes.
+    """Return the typed error behind a failed call; a call that never reached a deployment gives a StartupError."""
+    # gRPC's type stubs disagree about this: pairs of a key and str or bytes.
     metadata: Any = error.trailing_metadata() if isinstance(error, grpc.Call) else None
     for key, value in metadata or ():
         if key == ERROR_KEY:
@@ -50,7 +50,9 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> BatonError:
         host = address.rpartition(":")[0]
         return StartupError(f"no deployment at {address}: the name {host} does not resolve", address=address)
     if code is grpc.StatusCode.UNAVAILABLE:
-        is_closed = "failed to connect" in details and "Connection refused" not in details  # as it does who wants TLS
+        is_closed = (
+            "failed to connect" in details and "Connection refused" not in details
+        )  # as a server does that expects TLS
         perhaps = ", or it speaks TLS: give --tls-ca-file" if is_closed and not address.startswith("unix:") else ""
         if current_access().tls.is_on:
             perhaps = ", or it does not accept this certificate"
@@ -66,7 +68,7 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> BatonError:
 
 
 def fetch_status(address: str, timeout_s: float = TIMEOUT_S, access: Access | None = None) -> admin_pb2.StatusReply:
-    """The router's view of itself and its workers.
+    """Fetch the router's view of itself and its workers.
 
     Raises:
         BatonError: nothing answers there, or it answers with an error.
@@ -82,7 +84,7 @@ def fetch_status(address: str, timeout_s: float = TIMEOUT_S, access: Access | No
 
 
 def fetch_inventory(address: str, timeout_s: float = TIMEOUT_S) -> admin_pb2.InventoryReply:
-    """What every worker holds right now.
+    """Fetch what every worker holds right now.
 
     Raises:
         BatonError: nothing answers there, or it answers with an error.
@@ -100,7 +102,7 @@ def fetch_inventory(address: str, timeout_s: float = TIMEOUT_S) -> admin_pb2.Inv
 def set_speculation(
     address: str, num_draft_tokens: int | None, timeout_s: float = TIMEOUT_S
 ) -> admin_pb2.SetSpeculationReply:
-    """Change how many drafts the decode workers' steps make; None lets measurements decide.
+    """Change the number of drafts per step of the decode workers; None lets measurements decide.
 
     Raises:
         BatonError: nothing answers there, or it answers with an error.
@@ -119,7 +121,7 @@ def set_speculation(
 
 
 def as_data(message: Message) -> dict[str, Any]:
-    """A protobuf message as JSON-able data: every field, unset ones as their defaults, epochs and bytes as hex."""
+    """Convert a protobuf message to JSON-able data: every field, unset ones as defaults, epochs and bytes as hex."""
     data: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -131,14 +133,14 @@ def as_data(message: Message) -> dict[str, Any]:
         elif field.type == field.TYPE_BYTES:
             data[field.name] = value.hex()
         elif field.name in ("epoch", "kv_epoch"):
-            data[field.name] = f"{value:016x}"  # 64 bits do not survive most JSON readers
+            data[field.name] = f"{value:016x}"  # most JSON readers cannot represent 64-bit integers
         else:
             data[field.name] = value if isinstance(value, (str, int, float)) else list(value)
     return data
 
 
 def held_resources(reply: admin_pb2.InventoryReply) -> dict[str, int]:
-    """How much of each countable resource all workers hold; all zero when no request lives."""
+    """Sum each countable resource over all workers; all are zero when no request lives."""
     total = Counter(held(worker_pb2.Inventory()))
     for worker in reply.workers:
         total.update(held(worker.state.inventory))

@@ -1,7 +1,7 @@
-"""What a model directory would run as, or why it cannot: judged from its files' headers, before anything starts.
+"""Determines what a model directory would run as, or why it cannot be served, from its files' headers.
 
 No tensor is read and torch is not imported, so that a refusal takes a second and not a deployment's start. The loader
-checks the same when it loads; both use the same functions, so that they agree.
+makes the same checks when it loads; both use the same functions, so that they agree.
 """
 
 import re
@@ -44,12 +44,12 @@ _GIB = 1 << 30
 
 @dataclass(kw_only=True)
 class Judgement:
-    """What was found.
+    """Findings on a model.
 
     Attributes:
-        model: as the operator wrote it.
-        errors: why it cannot be served; empty if it can.
-        notes: what is good to know, a sentence each.
+        model: model as the operator wrote it.
+        errors: reasons why it cannot be served; empty if it can.
+        notes: useful information, a sentence each.
         facts: what it would run as, as far as it could be read.
     """
 
@@ -60,7 +60,7 @@ class Judgement:
 
 
 def require_servable(config: ServeConfig) -> Judgement:
-    """Judge a deployment's model.
+    """Judge a deployment's model, and raise if it cannot be served.
 
     Raises:
         BatonError: the first reason why it cannot be served.
@@ -72,7 +72,7 @@ def require_servable(config: ServeConfig) -> Judgement:
 
 
 def judge(config: ServeConfig) -> Judgement:
-    """Everything that is wrong with a model, and what it would run as."""
+    """Find everything that is wrong with a model, and what it would run as."""
     found = Judgement(model=config.model)
     try:
         refuse_other_kinds(config.model)
@@ -91,11 +91,11 @@ def judge(config: ServeConfig) -> Judgement:
 
 
 def refuse_other_kinds(model: str, *, flag: str = "--model") -> None:
-    """Name what is no checkpoint that could be served: hub ids, GGUF, adapters, pickles. It was given by a `flag`.
+    """Refuse what is not a servable checkpoint: hub ids, GGUF, adapters, pickles. `flag` names the option in messages.
 
     Raises:
-        ModelMissing: a hub id, and no directory of that name.
-        ModelUnsupported: another kind of file or directory.
+        ModelMissing: it is a hub id, and no directory has that name.
+        ModelUnsupported: it is another kind of file or directory.
     """
     if model in BUNDLED_MODELS:
         return
@@ -201,7 +201,7 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     sizes, headers = (sizes, None) if found.errors or config.is_dummy else _judge_headers(sizes, model, found)
     spec = tensor_spec(sizes, with_mtp=reads_mtp, **held)
     is_made = config.quantization.value == "fp8" if sizes.fp8 is None else sizes.fp8.may_stay_float8
-    float8: Collection[str] = spec.required if is_made and dtype == "bfloat16" else ()  # of random weights, too
+    float8: Collection[str] = spec.required if is_made and dtype == "bfloat16" else ()  # also with random weights
     if headers is not None:
         stored = _judge_tensors(config, sizes, headers, spec, dtype, found)
         float8 = stored if sizes.fp8 is not None else float8
@@ -221,7 +221,7 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
 
 
 def _why_no_drafts(num_named: int, num_stored: int) -> str:
-    """By the MTP layers that config.json names, and those of them that the weights hold."""
+    """Explain it by the MTP layers that config.json names, and those that the weights contain."""
     if num_named == 0:
         return "the checkpoint has no MTP head: it is served without drafts"
     if num_stored == 0:
@@ -254,9 +254,9 @@ def _judge_pool(
     device: str,
     found: Judgement,
 ) -> None:
-    """How much KV a worker has; on a GPU what weights leave, which each worker says when it starts.
+    """Determine how much KV a worker has; on a GPU that depends on what weights leave, which workers log at start.
 
-    Where it is known, what no worker could start with is an error here, as it is there (`worker.loading`).
+    Where it is known, a size that no worker could start with is an error here, as it is there (`worker.loading`).
     """
     from baton.model.checkpoint.fp8_scheme import kv_refusal
     from baton.model.delta_sizes import with_delta_nets
@@ -277,7 +277,9 @@ def _judge_pool(
         if sizes.latent is not None:
             _collect(found, _judge_latents, sizes.latent, config.numerics)
         return
-    num_slots = layout.num_state_slots(config.max_num_seqs or CPU_NUM_SEQS) + layout.has_state  # one is scratch
+    num_slots = (
+        layout.num_state_slots(config.max_num_seqs or CPU_NUM_SEQS) + layout.has_state
+    )  # one is the scratch slot
     room_bytes = (config.kv_memory_mib << 20) - num_slots * layout.bytes_per_state_slot
     num_checkpoints = layout.num_checkpoints(room_bytes) if config.prefix_cache else 0
     found.facts["state_checkpoints"] = num_checkpoints
@@ -303,7 +305,7 @@ def _judge_pool(
 def _judge_headers(
     sizes: "ModelConfig", model: ModelDirectory, found: Judgement
 ) -> "tuple[ModelConfig, Mapping[str, StoredTensor]]":
-    """What the files hold, and the sizes with the LM head that they do."""
+    """Read the files' headers; return them, and the sizes with the LM head that the files contain."""
     from baton.model.checkpoint.published_names import by_published_names
     from baton.model.checkpoint.tied_head import head_note, with_stored_head
     from baton.model.checkpoint.weights import read_headers
@@ -322,7 +324,7 @@ def _judge_tensors(
     dtype: str,
     found: Judgement,
 ) -> Collection[str]:
-    """Compare the files' headers with what the model needs; names of weights that stay float8."""
+    """Compare the files' headers with what the model needs; return the names of weights that stay float8."""
     from baton.model.checkpoint.mtp_fit import require_copies
     from baton.model.tensor_spec import check_tensors
     from baton.model.tp_fit import require_cut_float8
@@ -340,7 +342,7 @@ def _judge_tensors(
 def _judge_float8(
     config: ServeConfig, sizes: "ModelConfig", float8: "Fp8Tensors", spec: "TensorSpec", dtype: str, found: Judgement
 ) -> Collection[str]:
-    """Which float8 weights stay as they are stored, at every rank; the others are noted."""
+    """Return the float8 weights that stay float8 at every rank; add a note about the others."""
     from baton.model.checkpoint.fp8_fit import dequantized_weights
 
     kept = {name for name in float8.scales if name in spec.required}
@@ -356,7 +358,7 @@ def _judge_float8(
 
 
 def _judge_quantization(config: ServeConfig, sizes: "ModelConfig", dtype: str, device: str, found: Judgement) -> None:
-    """How weights are quantized, and what is not computed as the checkpoint's scheme would have it."""
+    """Determine how weights are quantized, and where the computation differs from the checkpoint's scheme."""
     from baton.model.checkpoint.fp8_scheme import invariant_refusal, made_refusal
     from baton.model.checkpoint.fp8_tensors import GEMM_DTYPES
 
@@ -411,14 +413,14 @@ def _judge_advice(config: ServeConfig, model: ModelDirectory) -> str | None:
 
 
 def _judge_adapter(config: ServeConfig, model: ModelDirectory) -> str | None:
-    """An adapter beside whole weights; one by itself is refused (`refuse_other_kinds`)."""
+    """Note an adapter beside whole weights; an adapter alone is refused (`refuse_other_kinds`)."""
     if not (model.path / "adapter_config.json").is_file():
         return None
     return "the LoRA adapter beside its weights (adapter_config.json) is not applied: the weights are served alone"
 
 
 def _collect(found: Judgement, check: Callable[..., str | None], *arguments: Any) -> None:
-    """Run one check; its error is kept, and what it says is a note."""
+    """Run one check; keep its error, or add its result as a note."""
     try:
         note = check(*arguments)
     except BatonError as error:

@@ -1,7 +1,7 @@
-"""The `baton` command: flags and help only. Each command's work is a module of its own, imported when it is called.
+"""The `baton` command: flags and help only. Each command's work is in a module of its own, imported when called.
 
 Exit codes: 0 ok, 1 failed, 2 usage (flags, configuration values, invalid requests), 3 precondition not met, 4 partial,
-124 timeout. A ConfigInvalid is usage: the caller typed it.
+124 timeout. ConfigInvalid counts as usage, because the caller typed the value.
 """
 
 import os
@@ -37,12 +37,15 @@ RUNBOOKS = Path(baton.__file__).resolve().parent / "runbook"
 
 
 def runbook_names() -> list[str]:
-    """What can be run."""
+    """Names of the runbooks."""
     return sorted(path.stem.replace("_", "-") for path in RUNBOOKS.glob("*.py") if path.name != "__init__.py")
 
 
 def run_runbook(name: str | None, arguments: Sequence[str]) -> int:
-    """Become the program that is named; without a name (or with flags alone) list them, and return an exit code."""
+    """Replace this process by the named runbook; without a name list the runbooks, and return an exit code.
+
+    Flags alone count as no name.
+    """
     if name is None or name.startswith("-"):
         return _list(flags=[name, *arguments] if name else arguments)
     if name not in runbook_names():
@@ -71,7 +74,7 @@ HEADER = ("runbook", "what for")
 
 
 def about(name: str) -> str:
-    """The sentence its file opens with."""
+    """First sentence of a runbook's file."""
     source = (RUNBOOKS / f"{name.replace('-', '_')}.py").read_text(encoding="utf-8")
     return source.split('"""')[1].strip().splitlines()[0]
 
@@ -406,7 +409,7 @@ def plan(json: Json = False) -> int:
 
 
 def _path_of(error: typer.TyperException) -> str:
-    """The command that refused its flags, with those above it; what was no command is not in it."""
+    """Name of the command that refused its flags, with its parent commands; an unknown command is not part of it."""
     names = []
     context = getattr(error, "ctx", None)
     while context is not None and context.parent is not None:

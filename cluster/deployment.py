@@ -1,8 +1,9 @@
-"""A running Baton: router, prefill and decode workers, and Ray beneath them, started and ended as one thing.
+"""A running deployment: router, prefill and decode workers, and Ray beneath them, started and ended together.
 
-It owns every process it starts and ends all of them, whatever happens in between. It never carries a request: the
-router and the workers talk to each other directly. A private Ray it drives itself, and its workers are this process's.
-In a cluster a supervisor drives Ray, as a child beside the router: what becomes of Ray's head is not the router's fate.
+It owns every process that it starts and ends all of them, whatever happens in between. It carries no requests: the
+router and the workers talk to each other directly. With a private Ray, this process is the driver, and the workers are
+its own. In a cluster a supervisor drives Ray, as a child process beside the router, so that the router survives the
+loss of Ray's head.
 """
 
 import hashlib
@@ -60,17 +61,17 @@ from baton.router.access.flags import security_of
 
 END_GRACE_S = 2.0
 CHECK_INTERVAL_S = 0.5
-SECRETS = Path.home() / ".baton"  # of deployments in clusters, by their names
+SECRETS = Path.home() / ".baton"  # secrets of deployments in clusters, by name
 RESTART_POLL_S = 0.05
-DRAIN_MARGIN_S = 3.0  # for the router to end after its grace
-RAY_FOLDER = "ray"  # Ray opens its folder to all; the one around it is closed
+DRAIN_MARGIN_S = 3.0  # time for the router to end after its grace period
+RAY_FOLDER = "ray"  # Ray opens its folder to all accounts; the one around it is private
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Factories:
-    """What is started; tests put stand-ins here."""
+    """What is started; tests substitute their own."""
 
     shells: Mapping[str, ShellLoader] = field(
         default_factory=lambda: {"prefill": prefill_shell, "decode": decode_shell}
@@ -82,15 +83,15 @@ class Factories:
 
 
 class Deployment:
-    """Context manager: serving inside, nothing left behind after.
+    """Context manager: serves inside, leaves nothing behind.
 
     Attributes:
-        address: HOST:PORT of the gRPC front door; empty until started.
-        admin_address: HOST:PORT for operators and workers; the same, unless there is an admin port.
-        access: what gets in there.
-        http_url: of the OpenAI-compatible one; empty until started, and without it.
-        metrics_url: of `metrics_port`; likewise.
-        workers: what each worker said when it was ready, by worker id.
+        address: HOST:PORT of the gRPC endpoint for clients; empty until started.
+        admin_address: HOST:PORT for operators and workers; the same as `address`, unless there is an admin port.
+        access: access to `admin_address`.
+        http_url: URL of the OpenAI-compatible endpoint; empty until started, and if there is none.
+        metrics_url: URL of `metrics_port`; likewise.
+        workers: what each worker reported when it was ready, by worker id.
     """
 
     def __init__(
@@ -138,16 +139,16 @@ class Deployment:
 
     @property
     def secret(self) -> DeploymentSecret:
-        """What everything of this deployment can prove to know."""
+        """Secret that every process of this deployment can prove to know."""
         assert self._secret is not None, "it is started"
         return self._secret
 
     def status(self) -> dict[str, Any]:
-        """The router's status as plain data."""
+        """Return the router's status as plain data."""
         return as_data(fetch_status(self.admin_address, access=self.access))
 
     def worker_pids(self, timeout_s: float = 30.0) -> dict[str, int]:
-        """Process id of each worker's present incarnation; waits for workers that Ray is restarting."""
+        """Process id of each worker's current incarnation; waits for workers that Ray is restarting."""
         assert self._crew is not None, "only of a private Ray"
         deadline_s = time.monotonic() + timeout_s
         return {name: self._crew.call_pid(name, deadline_s) for name in self._crew.names}
@@ -160,19 +161,19 @@ class Deployment:
         return pid
 
     def kill_actor(self, worker_id: str) -> int:
-        """SIGKILL a worker's process, as a crash would; Ray starts it anew. Returns the dead process id."""
+        """Send SIGKILL to a worker's process, like a crash; Ray restarts it. Returns the dead process id."""
         assert self._crew is not None, "only processes of this host can be killed by id"
         pid = self._crew.call_pid(worker_id, time.monotonic() + 30.0)
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def check(self) -> None:
-        """Check that the deployment can still serve, and follow what was asked of its size.
+        """Check that the deployment can still serve, and follow changes of its desired size. Never waits for a worker.
 
         Raises:
-            RouterLost: the router ends more often than it is started again.
+            RouterLost: the router ends more often than it may be restarted.
             RayLost: a process of the private Ray has ended.
-            WorkerLost: every worker of a role is dead for good. Never waits for one.
+            WorkerLost: every worker of a role is dead for good.
         """
         assert self._router is not None
         with self._logs_named():
@@ -182,15 +183,15 @@ class Deployment:
             self._check_workers()
 
     def wait(self, timeout_s: float, wake: int | None = None) -> None:
-        """Wait until there may be something to `check`: a process has ended, `wake` can be read, the time is over."""
+        """Wait until there may be something to `check`: a process ended, `wake` is readable, or the time is over."""
         pids = [process.pid for process in (self._router, self._supervisor) if process is not None]
         found = [pid for pid in pids if pid is not None]
-        if len(found) < len(pids):  # one is about to be started again
+        if len(found) < len(pids):  # one is about to be restarted
             timeout_s = min(timeout_s, RESTART_POLL_S)
         processes.wait_for_end([*found, *(self._ray.pids() if self._ray is not None else ())], timeout_s, wake)
 
     def drain(self) -> None:
-        """Have open streams finish, or end after `shutdown_grace_s`; nothing new is taken. `close` comes after.
+        """Let open streams finish, or end after `shutdown_grace_s`; nothing new is accepted. Call `close` afterwards.
 
         Raises:
             RayLost: see `check`.
@@ -215,7 +216,7 @@ class Deployment:
 
     @contextmanager
     def _logs_named(self) -> Iterator[None]:
-        """Whatever fails here says where its logs will be, and they will be there."""
+        """Make any error raised here state where its logs will be, and keep these logs."""
         try:
             yield
         except Exception as error:
@@ -236,7 +237,7 @@ class Deployment:
         shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """End everything that was started, and verify it. Safe to call twice, and after a failed start.
+        """End everything that was started, and verify that. Safe to call twice, and after a failed start.
 
         Logs are kept where something failed or died (`private_files`).
         """
@@ -249,17 +250,17 @@ class Deployment:
                 self._supervisor = None
             if self._dir is None:
                 return
-            # Taken before Ray stops: what loses its parent is no longer found by descent. A start that was
-            # interrupted may have left processes that no attribute knows of.
+            # Collected before Ray stops: processes that lose their parent are no longer found by descent. A start that was
+            # interrupted may have left processes that no attribute refers to.
             has_died = private_files.worker_died(self._dir)
             started = set(processes.started_with(str(self._dir)))
             lost = set(self._ray.lost().values()) if self._ray is not None else set()
             if self._crew is not None:
-                if not lost:  # else the call reaches no actor
+                if not lost:  # otherwise the call reaches no actor
                     self._crew.end()
                 self._crew = None
                 started.update(processes.started_with(str(self._dir)))
-            if "gcs_server" in lost:  # whatever asks it, waits
+            if "gcs_server" in lost:  # processes that call it would wait
                 processes.end_processes(started, grace_s=0.0)
             if self._ray is not None:
                 self._ray.close()
@@ -305,9 +306,9 @@ class Deployment:
         self._on_progress(num_total, num_total, "every worker has reported to the router")
 
     def _router_command(self, model: ModelDirectory, ports: Mapping[str, int]) -> list[str]:
-        """`ports` are those of the router before this one: clients and workers know them."""
+        """Build the router's command; `ports` are those of the previous router, which clients and workers know."""
         command = self._parts.router_command(self.config.model_copy(update=dict(ports)), model)
-        if self.config.admin_keys_file:  # only this process knows the key; the router knows its digest
+        if self.config.admin_keys_file:  # only this process knows the key; the router gets its digest
             command = [*command, "--operator-key-digest", digest_of(self._operator_key)]
         if ports and self.workers and self._parts.router_command is router_command:
             command = [*command, "--follows-workers", str(len(self.workers))]
@@ -390,7 +391,7 @@ class Deployment:
         self._on_progress(2 + len(self.workers), num_total, f"{worker_id} is ready")
 
     def _wait_known(self, deadline_s: float) -> None:
-        """Wait until the router has heard every worker's heartbeat."""
+        """Wait until the router has received a heartbeat of every worker."""
         assert self._router is not None
         missing = set(self.workers)
         while True:
@@ -406,10 +407,11 @@ class Deployment:
 
 
 def _name_of(config: ServeConfig) -> str:
-    """Of the deployment, and of its namespace in Ray.
+    """Name of the deployment, and of its namespace in Ray.
 
-    In a cluster the next `baton serve` of the same configuration on this host has the same one: it finds the workers
-    that one which was killed has left, and they find its router. Where the router's port is any, they could not.
+    In a cluster, the next `baton serve` with the same configuration on this host has the same name: it finds the
+    workers that a killed `baton serve` has left, and they find its router. If the router's port is arbitrary, they
+    could not, so the name is random.
     """
     port = config.grpc_port if config.admin_port is None else config.admin_port
     if config.ray_address == "local" or port == 0:
@@ -422,7 +424,7 @@ def _require_curve_key(config: ServeConfig) -> None:
     """Check that the workers of this host will have the key pair that is to encrypt KV, before any is started.
 
     Raises:
-        ConfigInvalid: they will not.
+        ConfigInvalid: they will not have it.
     """
     if not config.kv_curve_key_file or config.ray_address != "local":
         return
@@ -435,9 +437,10 @@ def _require_curve_key(config: ServeConfig) -> None:
 
 
 def _secret_of(config: ServeConfig, name: str) -> DeploymentSecret:
-    """The one in the file that is named, else the one this process was started with, else a new one.
+    """Return the secret of the file that is named, else the one this process was started with, else a new one.
 
-    In a cluster a new one is kept in a file of this account: the next `baton serve` that adopts the workers needs it.
+    In a cluster a new one is kept in a file of this account, because the next `baton serve` that adopts the workers
+    needs it.
     """
     if config.secret_file:
         return DeploymentSecret.of_file(Path(config.secret_file))
@@ -450,7 +453,7 @@ def _secret_of(config: ServeConfig, name: str) -> DeploymentSecret:
 
 @contextmanager
 def _signals_ignored() -> Iterator[None]:
-    """Ending takes a few bounded seconds; a second Ctrl-C must not leave half of it behind."""
+    """Ignore signals while ending, which takes a few bounded seconds; a second Ctrl-C must not interrupt it halfway."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What flags of several commands have in common: their forms, keys of `ServeConfig`, and how to get in."""
+"""What flags of several commands share: their types, keys of `ServeConfig`, and access options."""
 
 import functools
 import inspect
@@ -19,10 +19,10 @@ MAX_PORT = 65535
 
 
 def check_address(address: str | None) -> str | None:
-    """An address as it is.
+    """Return an address unchanged if it is valid.
 
     Raises:
-        BadParameter: it is a URL of HTTP, or has no port that there is.
+        BadParameter: it is an HTTP URL, or has no valid port.
     """
     if address is None or address.startswith("unix:"):
         return address
@@ -48,10 +48,13 @@ def option(
     metavar: str = "",
     check: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """A flag whose help says its default, in brackets; of other `names` than the parameter's, in a panel of --help."""
+    """Declare a flag; its help text states the default in brackets.
+
+    `names` replace the parameter's name, and `panel` groups the flag in --help.
+    """
     return typer.Option(
         *names,
-        help=text.replace("[", r"\["),  # else rich takes a default in brackets for markup
+        help=text.replace("[", r"\["),  # otherwise rich reads a default in brackets as markup
         show_default=False,
         rich_help_panel=panel,
         envvar=variable,
@@ -62,13 +65,13 @@ def option(
 
 
 def parameter(name: str, kind: Any, flag: Any) -> inspect.Parameter:
-    """A parameter of a command that is None unless its flag is given."""
+    """Make a command's parameter that is None unless its flag is given."""
     annotation = Annotated[kind | None, flag]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def extended(command: Command, added: Sequence[inspect.Parameter], *, before: str | None = None) -> Command:
-    """The command with more parameters, last or before one of its own; it gets them with its other keywords."""
+    """Return the command with more parameters, at the end or before one of its own; it gets them as keywords."""
     signature = inspect.signature(command)
     own = [item for item in signature.parameters.values() if item.kind is not inspect.Parameter.VAR_KEYWORD]
     own = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in own]
@@ -85,12 +88,12 @@ def extended(command: Command, added: Sequence[inspect.Parameter], *, before: st
 
 
 def with_every_key(app: typer.Typer) -> Callable[[Command], Command]:
-    """Register a command with a flag for each key, in the panel that it is declared in; one not given is None."""
+    """Register a command with a flag for each key, in the panel that the key declares; a flag not given is None."""
     return _registered(app, lambda: _flags(None, condition="", has_panels=True))
 
 
 def with_keys(app: typer.Typer, *names: str, condition: str = "") -> Callable[[Command], Command]:
-    """Register a command with flags for a few keys, in no panel; the condition goes before their help."""
+    """Register a command with flags for a few keys, in no panel; the condition is put before their help."""
     return _registered(app, lambda: _flags(names, condition=condition, has_panels=False))
 
 
@@ -139,7 +142,7 @@ _ACCESS = {
 
 
 def with_access(command: Command) -> Command:
-    """Add certificates and key of a client, or take them from `BATON_...`; what the command opens has them."""
+    """Add flags for a client's certificates and key, which the command's connections use; defaults from `BATON_...`."""
 
     @functools.wraps(command)
     def reach(**values: Any) -> int:

@@ -1,8 +1,8 @@
-"""What a deployment may leave behind when it is killed: its directory, its processes, its files in shared memory.
+"""Removes what a killed deployment may leave behind: its directory, its processes, its files in shared memory.
 
-A directory belongs to the process that holds a lock on a file in it; the kernel lets go of that when the process ends,
-however it ends. So the lock, never an age, says whether a deployment lives. Nothing of another user is touched, and
-nothing that has no such file.
+A directory belongs to the process that holds a lock on a file in it; the operating system releases the lock when the
+process ends, however it ends. So the lock, never an age, says whether a deployment lives. Nothing of another user is
+touched, nor any directory without such a file.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from baton.kvtransfer.shared_region import sweep as sweep_regions
 
 OWNER: Final = "owner.lock"
 SWEEP_EVERY_S: Final = 0.1
-END_GRACE_S: Final = 1.0  # for processes that are about to end by themselves
+END_GRACE_S: Final = 1.0  # time for processes that are about to end by themselves
 
 _logger = logging.getLogger(__name__)
 
 
 def claim(directory: Path) -> int:
-    """Make `directory` this process's, until it ends or closes the descriptor that is returned.
+    """Claim `directory` for this process, until it ends or closes the descriptor that is returned.
 
     The file is locked before it gets its name, so that no process ever finds it unlocked.
     """
@@ -43,20 +43,20 @@ def claim(directory: Path) -> int:
 
 
 def is_abandoned(directory: Path) -> bool:
-    """Whether a directory of this user's is one of a deployment whose process has ended."""
+    """Return whether a directory of this user belongs to a deployment whose process has ended."""
     try:
         found = directory.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             return False
         file = os.open(directory / OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # it has no owner's file, or is gone
+    except OSError:  # the owner file does not exist, or the directory is gone
         return False
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
             return False
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # its owner lives
+    except OSError:  # the owner still runs
         return False
     finally:
         os.close(file)
@@ -64,7 +64,7 @@ def is_abandoned(directory: Path) -> bool:
 
 
 def sweep() -> list[Path]:
-    """Remove what deployments that were killed have left; returns their directories."""
+    """Remove what killed deployments have left; return their directories."""
     swept = [path for path in ROOT.glob(f"{PREFIX}*") if is_abandoned(path)]
     for path in swept:
         clear(path)
@@ -88,7 +88,7 @@ def sweep_memory() -> None:
 
 
 def sweep_late_memory(wait_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Sweep for so long: what the kernel ends with its parent lets go of its memory later than `clear` can see."""
+    """Sweep repeatedly for `wait_s`: processes that die with their parent release memory later than `clear` can see."""
     for _ in range(round(wait_s / SWEEP_EVERY_S)):
         sweep_memory()
         sleep(SWEEP_EVERY_S)
@@ -96,9 +96,10 @@ def sweep_late_memory(wait_s: float, sleep: Callable[[float], None] = time.sleep
 
 
 def users_of(directory: Path) -> list[psutil.Process]:
-    """This user's processes of Ray and of ours that name a directory, or write files there; without this one.
+    """Return this user's Ray and Baton processes, except this one, that name a directory or write files there.
 
-    Ray's agents and workers rewrite their command lines, but write logs there. Who reads a log there is let be.
+    Ray's agents and workers rewrite their command lines, but write logs there. A process that only reads a log there is
+    left alone.
     """
     marker, found = str(directory), []
     for process in psutil.process_iter():
@@ -121,7 +122,7 @@ def _names(process: psutil.Process, marker: str) -> bool:
 
 
 def _writes(process: psutil.Process, marker: str) -> bool:
-    """Whether it has a file there open for writing, and so is no reader of logs."""
+    """Return whether it has a file there open for writing; a reader of logs does not."""
     place = Path("/proc") / str(process.pid)
     for number in os.listdir(place / "fd"):
         with contextlib.suppress(OSError):
@@ -136,5 +137,5 @@ def _is_writable(info: Path) -> bool:
 
 
 def _is_below(path: str, marker: str) -> bool:
-    """Whether a path that may begin with `marker` is it, or below it: /tmp/baton-1 is no part of /tmp/baton-12."""
+    """Return whether a path is `marker` or below it: /tmp/baton-12 is not below /tmp/baton-1."""
     return path.startswith(marker) and path[len(marker) : len(marker) + 1] in ("", "/", " ", ",", ":")

@@ -1,7 +1,7 @@
-"""What the processes of a deployment log, on serve's stderr: warnings, errors and tracebacks, and requests if asked.
+"""Copies what a deployment's processes log to serve's stderr: warnings, errors, tracebacks, and requests if enabled.
 
-Every process writes to a file of its own in the deployment's directory, which ends with it. A thread reads what was
-added and passes on what an operator would look for; the rest stays in the files.
+Every process writes to a file of its own in the deployment's directory, which is removed at the deployment's end. A
+thread reads what was added and passes on what an operator needs; the rest stays in the files.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 POLL_S = 0.3
-MAX_LINES = 100  # of one file at a time; a process that logs without end must not bury the others
+MAX_LINES = 100  # per file and poll; a process that logs without end must not bury the others
 MAX_LINE_LEN = 2000
 REQUEST_LOGGER = "baton.router.inference"
 _PATTERNS = ("router.err", "ray/session_*/logs/worker-*.err")
@@ -24,8 +24,8 @@ class LogTail:
     """Follows the log files below a directory from its construction to `close`.
 
     Args:
-        directory: of the deployment.
-        on_line: given each line to show, on a thread of its own.
+        directory: directory of the deployment.
+        on_line: called with each line to show, on a thread of its own.
     """
 
     def __init__(self, directory: Path, on_line: Callable[[str], None]) -> None:
@@ -37,7 +37,7 @@ class LogTail:
         self._thread.start()
 
     def close(self) -> None:
-        """Show what is there yet, and stop."""
+        """Show what remains, and stop."""
         self._stopped.set()
         self._thread.join()
 
@@ -56,18 +56,18 @@ class LogTail:
 
 
 class _File:
-    """One log, as far as it was read."""
+    """A log file, with the position up to which it was read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._at = 0
         self._rest = b""
-        self._is_shown = False  # the lines that follow belong to one that was
+        self._is_shown = False  # whether the lines that follow continue a shown message
         self._is_named = path.name == "router.err"
         self._prefix = "router: " if self._is_named else f"{path.stem.rpartition('-')[2]}: "
 
     def shown(self) -> Iterator[str]:
-        """New lines to show, whole ones only."""
+        """New complete lines to show."""
         try:
             with self._path.open("rb") as stream:
                 stream.seek(self._at)
@@ -105,7 +105,7 @@ class _File:
 
 
 def _level_of(text: str) -> tuple[str, str]:
-    """Level and logger of a line that begins a message; empty for one that goes on."""
+    """Level and logger of a line that begins a message; empty strings for a continuation line."""
     found = _HEAD.match(text)
     if found:
         return found.group(1), found.group(2)
@@ -119,7 +119,7 @@ def _level_of(text: str) -> tuple[str, str]:
 
 
 def printable(text: str) -> str:
-    """The same with control characters spelled, so that no text drives a terminal; tabs and line ends stay."""
+    """Escape control characters, so that no text controls the terminal; tabs and line ends stay."""
     return "".join(char if char.isprintable() or char in "\n\t" else _spelled(char) for char in text)
 
 

@@ -1,7 +1,8 @@
-"""How a command ends: its exit code, its one JSON object, and what to do next when it failed.
+"""How a command ends: its exit code, its one JSON object, and the next step after a failure.
 
-Results go to stdout, everything else to stderr. With `--json` stdout holds exactly one object, also after a failure.
-A stdout that is closed takes nothing; one that fails fails the command. Who has closed a pipe is told nothing.
+Results go to stdout, everything else to stderr. With `--json` stdout gets exactly one object, also after a failure. If
+stdout is closed, nothing is printed; if writing to it fails, the command fails. If the reader has closed the pipe, no
+error is reported.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ from baton.core.telemetry.logs import default_format, head
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their content, two spaces apart; columns of numbers are flushed right."""
+    """Format columns as wide as their content, two spaces apart; columns of numbers are right-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     numeric = [bool(rows) and all(cell[:1].isdigit() for cell in column) for column in zip(*rows, strict=True)]
     numeric = numeric or [False] * len(header)
@@ -81,9 +82,9 @@ def _print_line(num_done: int, num_total: int, text: str) -> None:
 
 @contextmanager
 def show_progress(*, as_log: bool = False) -> Iterator[OnProgress]:
-    """A callback `(num_done, num_total, text)` that shows how far starting has come, or logs it.
+    """Yield a callback `(num_done, num_total, text)` that shows or logs the progress of starting.
 
-    With the last step the bar is gone, also while the body goes on.
+    After the last step the bar disappears, even while the body continues.
     """
     if as_log:
         yield lambda num_done, num_total, text: log.info("[%d/%d] %s", num_done, num_total, text)
@@ -100,14 +101,14 @@ def show_progress(*, as_log: bool = False) -> Iterator[OnProgress]:
 
         def update(num_done: int, num_total: int, text: str) -> None:
             progress.update(task, description=text, completed=num_done, total=num_total)
-            if num_done >= num_total:  # what follows has the terminal for itself
+            if num_done >= num_total:  # later output needs the terminal
                 progress.stop()
 
         yield update
 
 
 class ExitCode(IntEnum):
-    """What every command's exit status means."""
+    """Meaning of every command's exit status."""
 
     OK = 0
     FAILED = 1
@@ -149,12 +150,12 @@ _NEXT_STEPS: tuple[tuple[type[BatonError], str], ...] = (
     (InvalidRequest, "correct the request"),
     (BatonError, "see `baton status`, then try again"),
 )
-_MODEL_FLAGS = ("kernels", "kv_dtype", "quantization", "tp")  # of which a model may allow other values
+_MODEL_FLAGS = ("kernels", "kv_dtype", "quantization", "tp")  # options for which a model may allow other values
 _FLAG_STEP = "change what is named, or leave it out; the command's --help lists every option"
 
 
 def exit_code_of(error: BatonError) -> ExitCode:
-    """The exit status for an error: what the caller typed is usage, what must hold before is precondition."""
+    """Exit code for an error: USAGE for what the caller typed, PRECONDITION for what must hold beforehand."""
     if isinstance(error, RequestDeadlineExceeded) or error.fields.get("timed_out"):
         return ExitCode.TIMEOUT
     if isinstance(error, (ConfigInvalid, InvalidRequest)):
@@ -172,25 +173,25 @@ def next_step(error: BatonError) -> str:
 
 
 class OutputLost(OSError):
-    """Stdout took no more."""
+    """Stdout could not be written."""
 
 
 def take_any_text() -> None:
-    """Have stdout write what its encoding lacks as escapes."""
+    """Make stdout write characters that its encoding lacks as escapes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class Output:
-    """One command's stdout and stderr.
+    """Stdout and stderr of one command.
 
     Attributes:
-        stdout: None if it is closed.
+        stdout: output stream; None if it is closed.
     """
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self.log_format = default_format()  # of notes
+        self.log_format = default_format()  # format of notes
         self._emitted = False
         take_any_text()
         self.stdout: TextIO | None = sys.stdout
@@ -201,7 +202,7 @@ class Output:
         return self.stdout is not None and self.stdout.isatty()
 
     def require_stdout(self) -> None:
-        """Check that what is printed goes somewhere.
+        """Check that printed text goes somewhere.
 
         Raises:
             OutputLost: stdout is closed.
@@ -213,7 +214,7 @@ class Output:
         """Print the result: `data` with `--json`, otherwise `text`. At most one object is ever printed.
 
         Raises:
-            OutputLost: stdout takes no more.
+            OutputLost: stdout cannot be written.
         """
         if self.as_json:
             if not self._emitted:
@@ -223,13 +224,13 @@ class Output:
         self._emitted = True
 
     def write(self, text: str) -> None:
-        """Print a piece of text to stdout at once, unless stdout is for the JSON object.
+        """Print a piece of text to stdout at once, unless stdout is reserved for the JSON object.
 
         Raises:
-            OutputLost: stdout takes no more.
+            OutputLost: stdout cannot be written.
         """
         if not self.as_json and text:
-            if self.is_terminal:  # a model's text must not drive it
+            if self.is_terminal:  # a model's text must not control the terminal
                 text = printable(text)
             self._print(text)
 
@@ -240,12 +241,12 @@ class Output:
         try:
             stdout.write(text)
             stdout.flush()
-        except BrokenPipeError:  # who reads has enough
+        except BrokenPipeError:  # the reader has closed the pipe
             raise
         except OSError as error:
             self._emitted = True
             own = sys.__stdout__
-            if own is not None and own is stdout:  # what it has not taken is not tried again as the process ends
+            if own is not None and own is stdout:  # so that exit does not try to write the rest again
                 with open(os.devnull, "wb") as nowhere:
                     os.dup2(nowhere.fileno(), own.fileno())
             raise OutputLost(error.errno, error.strerror) from error
@@ -269,7 +270,7 @@ class Output:
 
 
 def run_command(as_json: bool, body: Callable[[Output], ExitCode]) -> ExitCode:
-    """Run a command's body; operating errors become messages and exit codes, bugs stay tracebacks."""
+    """Run a command's body; operating errors become messages and exit codes, bugs keep their tracebacks."""
     output = Output(as_json)
     try:
         return _run(output, body)
@@ -281,7 +282,7 @@ def run_command(as_json: bool, body: Callable[[Output], ExitCode]) -> ExitCode:
 
 def _run(output: Output, body: Callable[[Output], ExitCode]) -> ExitCode:
     try:
-        # Stdout is for results. What libraries print (Ray does when a worker dies) goes to stderr.
+        # Stdout is for results; what libraries print (Ray does when a worker dies) goes to stderr.
         with contextlib.redirect_stdout(sys.stderr):
             return body(output)
     except BatonError as error:

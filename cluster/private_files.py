@@ -1,6 +1,6 @@
-"""The files of a deployment on this host: for this account alone, gone at a normal end, kept where something died.
+"""A deployment's files on this host: readable by this account only, removed at a normal end, kept after a failure.
 
-What is kept is the words of the processes. It lies in a folder of its own, whose name an error can say before the end.
+Only the processes' logs are kept. They go to a folder of their own, whose name an error message can state in advance.
 """
 
 import os
@@ -13,30 +13,30 @@ from typing import IO, Final
 from baton.core.errors import BatonError, ConfigInvalid, RayUnavailable, StartupError, WorkerStartFailed
 
 PRIVATE_UMASK: Final = 0o077
-ROOT: Final = Path("/tmp")  # short: sockets below a deployment's folder have long names
+ROOT: Final = Path("/tmp")  # short, because sockets below a deployment's folder have long names
 PREFIX: Final = "baton-"
 LOGS_PREFIX: Final = "baton_logs-"
-MAX_KEPT: Final = 8  # folders of logs of this account; the oldest goes first
+MAX_KEPT: Final = 8  # log folders per account; the oldest is removed first
 LOG_SUFFIXES: Final = (".err", ".out", ".log")
 
 
 def make_folder() -> Path:
-    """A new one, for this account alone. Ray opens its own folder to all, so that is one below."""
+    """Make a new folder for this account only. Ray opens its own folder to all accounts, so that is a subfolder."""
     return Path(tempfile.mkdtemp(prefix=PREFIX, dir=ROOT))
 
 
 def open_private(path: Path, mode: str) -> IO[bytes]:
-    """Open a binary file that is made, if need be, for this account alone."""
+    """Open a binary file, creating it readable by this account only."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def kept_logs(folder: Path) -> Path:
-    """Where the logs below a deployment's folder will be after `keep_logs`."""
+    """Return where `keep_logs` will put the logs of a deployment's folder."""
     return folder.with_name(LOGS_PREFIX + folder.name.removeprefix(PREFIX))
 
 
 def keep_logs(folder: Path) -> Path:
-    """Move what processes wrote below `folder` to `kept_logs`, and let go of the oldest folders of that kind."""
+    """Move the logs below `folder` to `kept_logs`, and remove the oldest folders of that kind."""
     into = kept_logs(folder)
     into.mkdir(mode=0o700)
     for path in _logs_below(folder):
@@ -49,20 +49,23 @@ def keep_logs(folder: Path) -> Path:
 
 
 def worker_died(folder: Path) -> bool:
-    """Whether a worker of the private Ray below `folder` has left words, and no process any more."""
+    """Return whether a worker of the private Ray below `folder` has left a log but no process."""
     names = [path.name for path in _logs_below(folder) if path.name.startswith("worker-") and path.suffix == ".err"]
     return any(not Path("/proc", name.removesuffix(".err").rpartition("-")[2]).exists() for name in names)
 
 
 def is_worth_logs(error: Exception) -> bool:
-    """Whether logs may say more than the error: a wrong key or a port in use says all, and would push out others'."""
+    """Return whether logs may say more than the error, and so should be kept.
+
+    A wrong key or a port in use needs none, and their logs would push out others.
+    """
     if isinstance(error, (WorkerStartFailed, RayUnavailable)):
         return error.fields.get("cause") != ConfigInvalid.__name__
     return not isinstance(error, StartupError)
 
 
 def say_where(error: BatonError, folder: Path) -> None:
-    """Add to an error where the logs of what died will be."""
+    """Add to an error where the logs of the failed processes will be."""
     logs = str(kept_logs(folder))
     if error.fields.get("logs") != logs:
         error.fields["logs"] = logs
@@ -71,7 +74,7 @@ def say_where(error: BatonError, folder: Path) -> None:
 
 
 def _logs_below(folder: Path) -> Iterator[Path]:
-    """Files with words in them; Ray links to its folders, which are not followed."""
+    """Log files that are not empty; Ray's links to its folders are not followed."""
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):
             if path.suffix in LOG_SUFFIXES and not path.is_symlink() and path.is_file() and path.stat().st_size:

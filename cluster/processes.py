@@ -1,4 +1,4 @@
-"""Finding and ending the processes a deployment started, by process id only."""
+"""Finds and ends the processes that a deployment started, by process id only."""
 
 import contextlib
 import os
@@ -12,9 +12,9 @@ POLL_S = 0.1
 
 
 def started_with(marker: str) -> list[psutil.Process]:
-    """This process's children whose command line mentions `marker`, and everything that descends from them.
+    """Return this process's children whose command line mentions `marker`, and all their descendants.
 
-    A private Ray's processes all name its directory; children that others started are not touched.
+    All processes of a private Ray name its directory; children that other code started are not touched.
     """
     found: list[psutil.Process] = []
     for child in psutil.Process().children():
@@ -27,7 +27,7 @@ def started_with(marker: str) -> list[psutil.Process]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return _runs(psutil.Process(pid))
     except psutil.NoSuchProcess:
@@ -35,7 +35,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_for_end(pids: Iterable[int], timeout_s: float, wake: int | None = None) -> None:
-    """Wait until one of the processes has ended, `wake` can be read from, or the time is over."""
+    """Wait until one of the processes has ended, `wake` is readable, or the timeout is over."""
     files = []
     try:
         for pid in pids:
@@ -51,12 +51,12 @@ def wait_for_end(pids: Iterable[int], timeout_s: float, wake: int | None = None)
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those of `processes` that still run; a zombie does not."""
+    """Return those of `processes` that still run; a zombie does not."""
     return [process for process in processes if _runs(process)]
 
 
 def end_processes(processes: Iterable[psutil.Process], *, grace_s: float, kill_wait_s: float = 3.0) -> list[int]:
-    """Wait for processes to end, then kill those that did not; returns the ids that survived even that."""
+    """Wait for processes to end, then kill the others; return the ids of those that survived even that."""
     left = _wait(processes, grace_s)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -65,7 +65,10 @@ def end_processes(processes: Iterable[psutil.Process], *, grace_s: float, kill_w
 
 
 def _wait(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that still run then. A zombie has ended: whose parent is gone may stay one for seconds."""
+    """Return the processes that still run after the timeout.
+
+    A zombie counts as ended: it may remain for seconds if its parent is gone.
+    """
     end_s = time.monotonic() + timeout_s
     left = alive(processes)
     while left and (left_s := end_s - time.monotonic()) > 0:

@@ -1,6 +1,6 @@
-"""From what an operator set to what each worker gets: every `auto` decided, every path checked.
+"""Resolves an operator's settings into each worker's: every `auto` decided, every path checked.
 
-Nothing is started here and no model is read; what can be refused before anything runs is refused here.
+Nothing is started and no model is read; whatever can be refused before anything runs is refused here.
 """
 
 import errno
@@ -40,7 +40,7 @@ BUNDLED_MODELS = ("tiny", "tiny-pruned", "tiny-hybrid", "tiny-mla")
 BUNDLED_DRAFTERS = ("tiny-eagle3",)
 _SINGLE_FILE = "model.safetensors"
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"
-# Tokenizers that are published without a tokenizer.json, and the Python that makes one of them in their directory.
+# Tokenizers that are published without a tokenizer.json, and Python code that makes one in their directory.
 _OTHER_TOKENIZERS = {
     "tiktoken.model": "from transformers.convert_slow_tokenizer import TikTokenConverter; TikTokenConverter("
     "'tiktoken.model', pattern=PATTERN, extra_special_tokens=SPECIAL_TOKENS).converted().save('tokenizer.json')",
@@ -50,7 +50,7 @@ _OTHER_TOKENIZERS = {
     "AutoTokenizer.from_pretrained('.').save_pretrained('.')",
 }
 _OF_ITS_CODE = ", with the pattern and the special tokens, in order of their ids, of the tokenizer's code beside it"
-# Of the names that both configurations have: what a worker gets is decided below, not copied.
+# Names that both configurations have, but whose value for a worker is decided below, not copied.
 DECIDED = frozenset(
     "dtype device enable_dp_attention gpu_memory_utilization max_num_seqs max_queue_len max_model_len host "
     "verification".split()
@@ -59,7 +59,7 @@ COPIED = tuple(field.name for field in fields(WorkerConfig) if field.name in {*S
 
 
 def read_config(path: Path | None, flags: dict[str, Any]) -> ServeConfig:
-    """The file's keys, overridden by the flags that were given.
+    """Read the file's keys, overridden by the flags that were given.
 
     Raises:
         ConfigInvalid: an unknown key or a bad value, in either.
@@ -74,29 +74,29 @@ def read_config(path: Path | None, flags: dict[str, Any]) -> ServeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDirectory:
-    """A model directory that holds every file serving needs."""
+    """A model directory that has every file that serving needs."""
 
     path: Path
     name: str
     max_model_len: int
-    num_mtp_layers: int = 0  # that config.json names; 0 if no tensor of them is stored
+    num_mtp_layers: int = 0  # named by config.json; 0 if no tensor of them is stored
 
 
 def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
-    """Locate a model and check that its files are there; their content is the loader's business.
+    """Locate a model and check that its files exist; the loader checks their content.
 
-    With dummy weights, config.json is all that is needed.
+    With dummy weights, config.json is enough.
 
     Raises:
-        ModelMissing: the directory or a file of it does not exist.
+        ModelMissing: the directory or one of its files does not exist.
         ModelFileDamaged: config.json or the weights' index is not JSON, or lacks the model's length.
-        ModelUnsupported: it lacks the length, and is of an architecture that is not served.
+        ModelUnsupported: it lacks the length, and its architecture is not served.
     """
     path = _bundled(model) if model in BUNDLED_MODELS else Path(model)
     try:
         path = path.expanduser().resolve()
         is_dir = path.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:  # no such user, a NUL, too long, not readable
+    except (OSError, ValueError, RuntimeError) as error:  # no such user, a NUL character, too long, not readable
         raise ModelMissing(f"{model!r} is no usable path: {error}", path=model) from error
     if not is_dir:
         raise ModelMissing(f"{path} is not a directory", path=str(path))
@@ -122,7 +122,7 @@ def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
 
 
 def _require_served(path: Path) -> None:
-    """Let config.json be refused for its architecture before it is for a key that other architectures leave out.
+    """Have config.json refused for its architecture before it is refused for a key that other architectures leave out.
 
     Raises:
         BatonError: it is refused.
@@ -133,18 +133,18 @@ def _require_served(path: Path) -> None:
 
 
 def _num_mtp_layers(values: dict[str, Any], path: Path, *, is_dummy: bool) -> int:
-    """MTP layers that may draft: those of config.json, unless the weights hold nothing of them."""
+    """MTP layers that can draft: those of config.json, unless the weights contain none of them."""
     from baton.model.checkpoint.mtp_fit import stores_mtp
 
     count = num_mtp_layers(values)
     try:
         return count if not count or is_dummy or stores_mtp(path) else 0
-    except BatonError:  # of a directory that cannot be served; its judge and its loader say why
+    except BatonError:  # the directory cannot be served; `checkpoint.judge` and the loader say why
         return count
 
 
 def _stretched_len(values: dict[str, Any]) -> int:
-    """See `model.rope_scaling`; 0 of what is refused where the model is judged."""
+    """Return `model.rope_scaling.stretched_len`; 0 for models that are refused later, when the model is judged."""
     from baton.model.config import text_values
     from baton.model.rope_scaling import stretched_len
 
@@ -155,7 +155,7 @@ def _stretched_len(values: dict[str, Any]) -> int:
 
 
 def _name_of(path: Path) -> str:
-    """The directory's name; in Hugging Face's cache, where that is a commit, the repository's."""
+    """The directory's name; in Hugging Face's cache, where that is a commit, the repository's name."""
     repository = path.parent.parent.name
     if path.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/")
@@ -170,7 +170,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _conversion(path: Path) -> str:
-    """How transformers writes tokenizer.json out of the kind of tokenizer that is there instead; "" if none is."""
+    """Say how transformers makes tokenizer.json from the tokenizer file that exists instead; "" if there is none."""
     name = next((name for name in _OTHER_TOKENIZERS if _is_file(path / name)), None)
     if name is None:
         return ""
@@ -186,7 +186,7 @@ def _require_weights(path: Path) -> None:
             raise ModelFileDamaged(f"{index} holds no mapping weight_map", path=str(index))
         names = set(map(str, shards.values()))
         if (path / _SINGLE_FILE).is_file() and _SINGLE_FILE not in names:
-            return  # it goes before shards; the loader says if it holds other tensors
+            return  # it takes precedence over shards; the loader says if it holds other tensors
         missing = sorted(name for name in names if not (path / name).is_file())
         if missing:
             raise ModelMissing(f"{path} lacks {', '.join(missing[:3])}", path=str(path), missing=missing)
@@ -207,12 +207,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def has_gpu() -> bool:
-    """Whether this machine has a device file of a GPU; quick, and says nothing about drivers."""
+    """Return whether this machine has a GPU's device file; quick, and says nothing about drivers."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
 def resolve_device(device: str) -> str:
-    """`auto` becomes cuda where this machine has a GPU that torch can use."""
+    """Resolve `auto` to cuda where this machine has a GPU that torch can use, else to cpu."""
     if device != "auto":
         return device
     if not has_gpu():
@@ -223,24 +223,24 @@ def resolve_device(device: str) -> str:
 
 
 def visible_gpus() -> int:
-    """GPUs that torch can use; counted without starting CUDA."""
+    """Count the GPUs that torch can use, without initializing CUDA."""
     import torch  # slow to import
 
     return torch.cuda.device_count()
 
 
 def resolve_dtype(dtype: str, device: str) -> str:
-    """`auto` becomes bfloat16 on a GPU and float32 on a CPU."""
+    """Resolve `auto` to bfloat16 on a GPU and to float32 on a CPU."""
     if dtype != "auto":
         return dtype
     return "bfloat16" if device == "cuda" else "float32"
 
 
 def transfer_config(config: ServeConfig) -> KVTransferConfig:
-    """Limits of the hand-off; the test hook named by BATON_TEST_HOOK is switched on.
+    """Limits of the hand-off; enables the test hook named by BATON_TEST_HOOK.
 
     Raises:
-        ConfigInvalid: there is no hook of that name, or KV would go in clear where everything else is encrypted.
+        ConfigInvalid: there is no hook of that name, or KV would be unencrypted where everything else is encrypted.
     """
     hook = os.environ.get(TEST_HOOK_VARIABLE, "")
     if hook not in ("", "drop_pushes"):
@@ -260,11 +260,11 @@ def transfer_config(config: ServeConfig) -> KVTransferConfig:
 
 
 def kv_tls(config: ServeConfig) -> TlsFiles:
-    """Certificates of the hand-off over gRPC: its own, or else the workers' (all of them or none).
+    """Certificates for hand-offs over gRPC: their own, or else the workers' (all of them or none).
 
     Raises:
-        ConfigInvalid: there are certificates, and KV would go in clear and this was not asked for; or what is to
-            encrypt KV is nothing that its transport takes.
+        ConfigInvalid: there are certificates, but KV would be unencrypted without a request for that; or the transport
+            does not support the given kind of KV encryption.
     """
     own = TlsFiles(
         cert_file=config.kv_tls_cert_file,
@@ -307,11 +307,11 @@ def resolve_worker(
     key: bytes = b"",
     kv_key: bytes = b"",
 ) -> WorkerConfig:
-    """The plain values one worker starts with; its keys are those of its process if none are given.
+    """Build the plain values that one worker starts with; without `key` and `kv_key` it uses those of its process.
 
     Raises:
-        ConfigInvalid: `max_model_len` exceeds the model's own length, or CUDA graphs or kernels that a worker cannot
-            have.
+        ConfigInvalid: `max_model_len` exceeds the model's own length, or CUDA graphs or kernels are requested that a
+            worker cannot have.
     """
     device = resolve_device(config.device) if device is None else device
     max_model_len = model.max_model_len if config.max_model_len is None else config.max_model_len
@@ -363,7 +363,7 @@ def resolve_worker(
 
 
 def find_drafter(drafter: str) -> Path:
-    """A drafter's directory, or a bundled one; what it holds is judged where it is read."""
+    """Path of a drafter's directory, or of a bundled one; its content is checked where it is read."""
     return _bundled(drafter) if drafter in BUNDLED_DRAFTERS else Path(drafter).expanduser().resolve()
 
 
@@ -372,12 +372,12 @@ def _bundled(name: str) -> Path:
 
 
 def served_names(config: ServeConfig, model: ModelDirectory) -> tuple[str, ...]:
-    """What clients call the model; the first is the one in answers."""
+    """Names by which clients request the model; answers use the first."""
     return config.served_model_name or (model.name,)
 
 
 def num_mtp_layers(values: dict[str, Any]) -> int:
-    """MTP layers of the model that a config.json describes; 0 where it has none, or names no number."""
+    """MTP layers of the model that a config.json describes; 0 if it has none, or gives no number."""
     from baton.model import config
 
     try:
@@ -387,9 +387,9 @@ def num_mtp_layers(values: dict[str, Any]) -> int:
 
 
 def num_drafts(config: ServeConfig, model: ModelDirectory) -> int:
-    """The most draft tokens of a step: as asked, or as what makes them allows.
+    """Maximum draft tokens of a step: as requested, or as the drafting method allows.
 
-    An MTP head that is missing is not refused here: of a number that was asked for, the loader says so.
+    A missing MTP head is not refused here; the loader does so if a number was requested.
     """
     asked = config.num_speculative_tokens
     if asked is not None and asked != "auto":
@@ -405,27 +405,27 @@ def num_drafts(config: ServeConfig, model: ModelDirectory) -> int:
 
 
 def leaves_k_open(config: ServeConfig) -> bool:
-    """Whether measurements say how many drafts a step makes."""
+    """Return whether measurements decide how many drafts a step makes."""
     asked = config.num_speculative_tokens
     return asked == "auto" or (asked is None and config.speculative_method != "ngram")
 
 
 def uses_head(config: ServeConfig, model: ModelDirectory) -> bool:
-    """Whether a head drafts, if anything does; `auto` does without one where there is none."""
+    """Return whether a head drafts, if anything does; `auto` does without one if there is none."""
     if config.speculative_method == "auto":
         return bool(config.draft_path) or model.num_mtp_layers == 1
     return config.lookup() is None
 
 
 def num_prefill(config: ServeConfig, num_gpus: int | None) -> int:
-    """Prefill workers to start.
+    """Number of prefill workers to start.
 
-    Two processes that share a GPU take turns on it: one engine that computes prompts beside its decode rows is faster
+    Two processes that share a GPU take turns on it. One engine that computes prompts beside its decode rows is faster
     from 16 clients on, and gives the first token sooner (benchmarks/results/engine-h200.json).
 
     Args:
-        config: as it was given; what it asks for, it gets.
-        num_gpus: that the workers have; None: they compute on CPUs, or in a cluster whose operator places them.
+        config: configuration as given; an explicit number is used as it is.
+        num_gpus: GPUs that the workers have; None: they compute on CPUs, or in a cluster whose operator places them.
     """
     if config.prefill is not None:
         return config.prefill
@@ -434,23 +434,23 @@ def num_prefill(config: ServeConfig, num_gpus: int | None) -> int:
 
 
 def worker_ids(config: ServeConfig) -> dict[str, str]:
-    """Worker id to role, prefill workers first; how many there are is known (`num_prefill`)."""
+    """Worker id to role, prefill workers first; the number of prefill workers must be decided (`num_prefill`)."""
     assert config.prefill is not None
     ids = {f"prefill-{index}": "prefill" for index in range(config.prefill)}
     return ids | {f"decode-{index}": "decode" for index in range(config.decode)}
 
 
 def tp_size(config: ServeConfig, role: str) -> int:
-    """Ranks of each worker of a role."""
+    """Number of ranks of each worker of a role."""
     return config.tp_prefill if role == "prefill" else config.tp_decode
 
 
 def require_startable(config: ServeConfig) -> None:
-    """Check what this machine can tell before anything is started: ports, files, devices, transports.
+    """Check what can be checked before anything is started: ports, files, devices, transports.
 
     Raises:
-        ConfigInvalid: one of them cannot be had.
-        PackageMissing: a transport needs a package that is not here.
+        ConfigInvalid: one of them is not available.
+        PackageMissing: a transport needs a package that is not installed.
         PortInUse: a port is taken.
     """
     named = {key: getattr(config, key) for key in ("grpc_port", "http_port", "metrics_port", "admin_port")}
@@ -471,7 +471,7 @@ def require_startable(config: ServeConfig) -> None:
         SpanFile(Path(trace_file), {}).close()
     if config.ray_address != "local":
         return  # workers are on other machines
-    if config.device == "cuda" and not has_gpu() and not visible_gpus():  # WSL has GPUs without such files
+    if config.device == "cuda" and not has_gpu() and not visible_gpus():  # WSL has GPUs without device files
         raise ConfigInvalid("device: cuda is asked for, and torch finds no GPU here", keys=["device"])
     transport = None if config.transport == AUTO else KV_TRANSPORTS[config.transport]
     if transport is not None and transport.problem:
@@ -482,10 +482,10 @@ def require_startable(config: ServeConfig) -> None:
 
 
 def reachable_host(config: ServeConfig, num_nodes: int, node_ip: str) -> str:
-    """Where workers in a cluster reach the router.
+    """Return the host at which workers in a cluster reach the router.
 
     Raises:
-        ConfigInvalid: workers on other nodes cannot.
+        ConfigInvalid: workers on other nodes cannot reach it.
     """
     if num_nodes > 1 and config.host in LOOPBACK:
         message = f"host: workers on other nodes cannot reach {config.host}; use 0.0.0.0 or this node's address"
@@ -494,15 +494,15 @@ def reachable_host(config: ServeConfig, num_nodes: int, node_ip: str) -> str:
 
 
 def require_port_free(host: str, port: int) -> None:
-    """Check that a port could be listened on now; of port 0 only the host is checked.
+    """Check that this process could listen on a port now; for port 0 only the host is checked.
 
     Raises:
-        ConfigInvalid: `host` names no address of this machine, or this account may not listen there.
+        ConfigInvalid: `host` is no address of this machine, or this account may not listen on the port.
         PortInUse: the port is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As gRPC binds: an old connection in TIME_WAIT is no obstacle, a listener is.
+        # Bind as gRPC does: an old connection in TIME_WAIT is no obstacle, a listener is.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -1,7 +1,7 @@
-"""The router as a plain subprocess: never in the Ray driver, which dies a minute after it loses the head.
+"""Runs the router as a plain subprocess: not in the Ray driver, which dies a minute after it loses the head.
 
-One that dies is started again at once, on the ports it had: workers and what they have cached outlive it, and tell the
-next one what operators had asked for. Streams that were open end; clients ask again.
+A router that dies is restarted at once, on the ports it had. Workers and their caches survive it, and tell the new
+router the desired state. Streams that were open end; clients send their requests again.
 """
 
 import json
@@ -24,12 +24,14 @@ from baton.core.inside import ENVIRONMENT, DeploymentSecret
 from baton.router.access.flags import flags_of
 
 STOP_GRACE_S = 3.0
-EXIT_PRECONDITION = 3  # its last line on stderr is then an error as `to_wire` writes it
-MAX_STARTS: Final = 8  # after the first, within the window; one that needs more is given up
+EXIT_PRECONDITION = 3  # the last line on stderr is then an error in `to_wire` form
+MAX_STARTS: Final = 8  # restarts within the window; a router that needs more is given up
 WINDOW_S: Final = 60.0
 FIRST_WAIT_S: Final = 0.1
 MAX_WAIT_S: Final = 5.0
-STEADY_S: Final = 5.0  # one that has listened for so long is in no crash loop: its earlier deaths are forgotten
+STEADY_S: Final = (
+    5.0  # a router that has listened for this long is in no crash loop, and its earlier deaths are forgotten
+)
 
 Ports = Mapping[str, int]
 
@@ -37,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 
 def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
-    """How the router is started."""
+    """Return the command that starts the router."""
     name, *aliases = served_names(config, model)
     own = ["--port", str(config.grpc_port), "--model-name", name, "--model-path", str(model.path)]
     own += [part for alias in aliases for part in ("--model-alias", alias)]
@@ -46,13 +48,13 @@ def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
 
 
 class RouterProcess:
-    """One router, restarted as often as it takes. It ends with this process, whatever ends that: its stdin closes then.
+    """One router, restarted as necessary. It ends whenever this process ends, because its stdin closes then.
 
     Args:
-        command_of: how it is started, given the ports that it had before; none the first time.
-        log_dir: of its output.
-        secret: of the deployment; handed to it in its environment, which only its own account reads.
-        now_s: a monotonic clock.
+        command_of: builds the command, given the ports of the previous router; none the first time.
+        log_dir: folder for its output.
+        secret: secret of the deployment, passed in its environment, which only its own account can read.
+        now_s: monotonic clock.
     """
 
     def __init__(
@@ -71,10 +73,10 @@ class RouterProcess:
         )
         self._now_s = now_s
         self._ports: dict[str, int] = {}
-        self._died_s: float | None = None  # and has not listened since
-        self._listens_s: float | None = None  # since when, after a death
+        self._died_s: float | None = None  # time of a death after which it has not listened yet
+        self._listens_s: float | None = None  # since when it listens again after a death
         self._is_draining = False
-        self._err_at = 0  # where the log of this incarnation begins
+        self._err_at = 0  # offset of this incarnation's log
         self._process: subprocess.Popen[bytes] | None = self._spawn()
 
     @property
@@ -83,11 +85,11 @@ class RouterProcess:
         return None if self._process is None else self._process.pid
 
     def wait_port(self, timeout_s: float) -> int:
-        """The gRPC port; see `wait_ports`."""
+        """Return the gRPC port; see `wait_ports`."""
         return self.wait_ports(timeout_s)["grpc_port"]
 
     def wait_ports(self, timeout_s: float) -> dict[str, int]:
-        """Its ports by name, as soon as the router says that it listens.
+        """Wait until the router reports that it listens, and return its ports by name.
 
         Raises:
             BatonError: the router's own error, or WorkerStartFailed if it ended or stayed silent.
@@ -103,12 +105,12 @@ class RouterProcess:
         )
 
     def check(self) -> None:
-        """Start it again if it has ended.
+        """Restart the router if it has ended.
 
         Raises:
-            BatonError: it ended before it ever listened, and said why.
-            WorkerStartFailed: likewise, otherwise; the message holds its last words.
-            RouterLost: it ends more often than it is started again.
+            BatonError: it ended before it ever listened, and gave a reason.
+            WorkerStartFailed: likewise, without a reason; the message has its last lines.
+            RouterLost: it ends more often than it may be restarted.
         """
         if self._process is None:
             if self._restarts.due() and not self._is_draining:
@@ -144,7 +146,7 @@ class RouterProcess:
         self._process = None
 
     def drain(self) -> None:
-        """Have it take nothing new, and end when no stream is left, or after its grace."""
+        """Tell it to accept nothing new, and to end when no stream is left, or after its grace period."""
         self._is_draining = True
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
@@ -155,7 +157,7 @@ class RouterProcess:
         return self._process is None or self._process.poll() is not None
 
     def stop(self) -> None:
-        """End it at once: asked first, killed after a grace."""
+        """End it now: terminate it, and kill it after a grace period."""
         if self._process is None:
             return
         if self._process.stdin is not None:
@@ -176,7 +178,7 @@ class RouterProcess:
         }
         with open_private(self._out_path, "wb") as out, open_private(self._err_path, "ab") as err:
             self._err_at = err.tell()
-            # A session of its own: Ctrl-C is for the driver, which then stops the router in order.
+            # A session of its own, so that Ctrl-C reaches only the driver, which stops the router in order.
             return subprocess.Popen(
                 list(self._command_of(self._ports)),
                 stdin=subprocess.PIPE,
@@ -188,7 +190,7 @@ class RouterProcess:
             )
 
     def _hear(self) -> bool:
-        """Whether it has said that it listens; its ports are known then."""
+        """Return whether it has reported that it listens; its ports are known then."""
         line, newline, _ = self._out_path.read_text(encoding="utf-8", errors="replace").partition("\n")
         if not newline:
             return False
@@ -205,9 +207,9 @@ class RouterProcess:
             try:
                 return from_wire(lines[-1])
             except MalformedMessage:
-                pass  # it died of something else
+                pass  # it died for another reason
         last = "\n".join(lines[-5:]) or "it said nothing"
-        if code < 0:  # what it wrote before has nothing to do with it
+        if code < 0:  # its earlier output is unrelated
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             return WorkerStartFailed(f"the router was ended by {name}", exit_code=code, worker_id="router")
         return WorkerStartFailed(f"the router ended with code {code}: {last}", exit_code=code, worker_id="router")

@@ -1,12 +1,13 @@
 """`python -m baton.cluster.supervisor`: the Ray driver of a deployment in a cluster, in a process that may die.
 
-A driver dies with the Ray of its host, and a minute after it has lost the head. The router must not, so it is another
-process's child, and so is this one (`supervisor_process`). It starts the workers as detached actors, or adopts those of
-the driver before it, follows what is asked of their number, and starts again who died. Told to, it ends them. When
-stdin closes without that word, `baton serve` was killed: then they live on, for the next one to adopt.
+A driver dies with the Ray of its host, and a minute after it has lost the head. The router must not die with it, so
+`baton serve` runs both as separate children (`supervisor_process`). The supervisor starts the workers as detached
+actors, or adopts those of the previous driver, follows changes of their desired number, and restarts workers that died.
+On request it ends them. If stdin closes without that request, `baton serve` was killed: the workers then live on, and
+the next driver adopts them.
 
-Stdin's first line is the order, a JSON object; stdout has one JSON object a line, and nothing else: what Ray prints
-there of its own accord (warnings, workers' output) goes to stderr.
+Stdin's first line is the order, a JSON object. Stdout has one JSON object per line, and nothing else: what Ray prints
+there (warnings, workers' output) is redirected to stderr.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ EXIT_SAID = 3  # its last line holds the error
 
 
 class Supervisor:
-    """One driver's incarnation.
+    """One incarnation of the driver.
 
     Args:
         order: see `supervisor_process.Order`.
@@ -46,10 +47,10 @@ class Supervisor:
         self._order = order
         self._beat_path = Path(order["beat_path"])
         self._over = threading.Event()
-        self._is_ordered = False  # the end
+        self._is_ordered = False  # whether ending the workers was requested
 
     def run(self) -> None:
-        """Until stdin closes.
+        """Run until stdin closes.
 
         Raises:
             BatonError: the workers could not be started, or a role has none left.
@@ -108,7 +109,7 @@ class Supervisor:
             raise KeyboardInterrupt
 
     def _beat(self) -> None:
-        """Show that it is not stuck: the process that watches it sees the file's time change."""
+        """Show that this process is not stuck: the watching process sees the file's time change."""
         os.utime(self._beat_path)
 
     def _wait_for_end(self) -> None:
@@ -117,16 +118,16 @@ class Supervisor:
         self._over.set()
 
 
-_events = 1  # the file that they go to
+_events = 1  # file descriptor for events
 
 
 def say(event: str, **fields: Any) -> None:
-    """One line to the process that started this one."""
+    """Send one event line to the process that started this one."""
     os.write(_events, json.dumps({"event": event} | fields).encode() + b"\n")
 
 
 def keep_stdout() -> None:
-    """Keep stdout for events alone: what anything else in this process writes there goes to stderr from now on."""
+    """Reserve stdout for events: from now on, anything else that this process writes there goes to stderr."""
     global _events
     _events = os.dup(1)
     os.dup2(2, 1)
@@ -148,7 +149,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Ray's own threads may hang on the way out when there is no head any more.
+    # Ray's own threads may hang at exit when the head is gone.
     code = main()
     sys.stdout.flush()
     os._exit(code)

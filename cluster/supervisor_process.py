@@ -1,7 +1,7 @@
-"""The supervisor of a deployment in a cluster as a child: started, heard, started again when it dies, ended.
+"""Runs the supervisor of a deployment in a cluster as a child process: starts, monitors, restarts and ends it.
 
-That it dies ends no worker and no stream; until the next one has adopted the workers, their number cannot change and
-no worker is revived. It is started again as long as it takes, ever later up to a bound.
+If the supervisor dies, no worker and no stream ends. Until the next one has adopted the workers, their number cannot
+change and no worker is restarted. It is restarted without limit, with growing waits up to a bound.
 """
 
 import json
@@ -23,11 +23,11 @@ from baton.core.inside import DeploymentSecret
 
 FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 5.0
-STUCK_S: Final = 60.0  # without a sign of life; a call to Ray may wait for a head that is gone
+STUCK_S: Final = 60.0  # without a heartbeat; a call to Ray may wait for a head that is gone
 STOP_GRACE_S: Final = 15.0
-RECONNECT_S: Final = 10  # a driver that has lost the head so long dies, and the next one adopts its workers
+RECONNECT_S: Final = 10  # a driver that has lost the head for this long dies, and the next one adopts its workers
 POLL_S: Final = 0.05
-STOP: Final = "stop"  # on stdin, before it closes: end the workers, too
+STOP: Final = "stop"  # on stdin before it closes: end the workers, too
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -39,12 +39,12 @@ class Order:
     """What a supervisor is told.
 
     Attributes:
-        config: of the deployment.
-        name: of the deployment, and of its namespace in Ray.
-        access: to the router.
-        admin_port: of the router.
-        directory: of its files.
-        secret: of the deployment.
+        config: configuration of the deployment.
+        name: name of the deployment, and of its namespace in Ray.
+        access: access to the router.
+        admin_port: admin port of the router.
+        directory: directory of its files.
+        secret: secret of the deployment.
     """
 
     config: ServeConfig
@@ -56,11 +56,11 @@ class Order:
 
 
 class SupervisorProcess:
-    """One deployment's; the first is started by `start`.
+    """The supervisor of one deployment; `start` starts the first process.
 
     Attributes:
-        host: where workers reach the router; empty until it is known.
-        roster: of workers, as the last supervisor told it.
+        host: host at which workers reach the router; empty until it is known.
+        roster: workers, as the last supervisor reported them.
     """
 
     def __init__(self, order: Order, on_event: OnEvent) -> None:
@@ -78,7 +78,7 @@ class SupervisorProcess:
         self._is_serving = False
         self._num_failed = 0
         self._due_s = 0.0
-        self._beat: tuple[int, float] = (0, 0.0)  # the file's time, and when it was seen to change
+        self._beat: tuple[int, float] = (0, 0.0)  # the file's modification time, and when this process saw it change
 
     @property
     def pid(self) -> int | None:
@@ -86,7 +86,7 @@ class SupervisorProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self, start_timeout_s: float) -> None:
-        """Start one; `wait_serving` says what became of it."""
+        """Start a supervisor process; `wait_serving` waits for the outcome."""
         order = self._order
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
@@ -124,13 +124,13 @@ class SupervisorProcess:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended; `check` says why
+            pass  # it has ended; `check` finds out why
 
     def wait_serving(self, deadline_s: float, check: Callable[[], None]) -> None:
-        """Wait until the first one has started every worker.
+        """Wait until the first supervisor has started every worker.
 
         Raises:
-            BatonError: its own error, or WorkerStartFailed if it ended without a word.
+            BatonError: the supervisor's own error, or WorkerStartFailed if it ended without one.
         """
         while not self._is_serving:
             self._hear()
@@ -144,7 +144,7 @@ class SupervisorProcess:
             time.sleep(POLL_S)
 
     def check(self) -> None:
-        """Hear what it says, and start another one if it has ended or is stuck.
+        """Read its messages, and start another one if it has ended or is stuck.
 
         Raises:
             WorkerLost: a role has no worker left.
@@ -180,7 +180,7 @@ class SupervisorProcess:
         self._due_s = time.monotonic() + wait_s
 
     def _hear(self) -> None:
-        """Take what it has said since; a line that is not whole yet stays."""
+        """Read its new messages, leaving an incomplete line for later."""
         with self._out_path.open("rb") as file:
             file.seek(self._read_bytes)
             text = file.read()
@@ -189,7 +189,7 @@ class SupervisorProcess:
         for line in whole.splitlines():
             try:
                 event = json.loads(line)
-            except ValueError:  # the deployment must not end for what some library prints
+            except ValueError:  # output of some library must not end the deployment
                 _logger.warning("the supervisor printed %r, which is no event", line[:200])
             else:
                 self._take(event)
@@ -210,7 +210,7 @@ class SupervisorProcess:
         self._on_event(event)
 
     def stop(self) -> None:
-        """Have it end the workers, and end."""
+        """Tell it to end the workers, and wait for its end."""
         if self._process is None:
             if self.roster is not None:
                 _logger.error("Ray does not answer, so workers live on; `ray down` ends them")

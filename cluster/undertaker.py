@@ -1,9 +1,9 @@
-"""`python -m baton.cluster.undertaker`: clears up after a deployment whose process was killed.
+"""`python -m baton.cluster.undertaker`: cleans up after a deployment whose process was killed.
 
-Whatever a deployment ends itself, this never touches. Stdin's first line is the directory. It waits for the end of
-stdin, which only the deployment holds; if the deployment has not said by then that it is through, it was killed, and
-its processes, its directory and its shared memory are ended and removed. Ray's agents would else live on for half a
-minute.
+It never touches anything that the deployment ends itself. The first line of stdin is the directory. The process waits
+for the end of stdin, which only the deployment holds open. If the deployment has not announced an orderly end by then,
+it was killed; the undertaker then ends its processes and removes its directory and its shared memory. Without this,
+Ray's agents would live on for half a minute.
 """
 
 import os
@@ -22,10 +22,10 @@ MEMORY_WAIT_S: Final = 5.0
 
 
 class Undertaker:
-    """The deployment's end of it: the directory is this process's, and watched over, until `dismiss`.
+    """The deployment's side: claims the directory for this process and has it watched until `dismiss`.
 
     Args:
-        directory: of the deployment; new.
+        directory: new directory of the deployment.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -39,13 +39,13 @@ class Undertaker:
         return self._process.pid
 
     def check(self) -> None:
-        """Start it again if it has ended."""
+        """Restart the process if it has ended."""
         if self._process.poll() is not None:
             self._end()
             self._process = self._spawn()
 
     def dismiss(self) -> None:
-        """The deployment has ended in order."""
+        """Announce that the deployment has ended in order."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(THROUGH)
@@ -61,7 +61,7 @@ class Undertaker:
         self._process.wait()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C is not for it. It imports little, and none of what it ends.
+        # A session of its own, so that Ctrl-C does not reach it. It imports little, and nothing that it ends.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "baton.cluster.undertaker"],
             stdin=subprocess.PIPE,
@@ -74,12 +74,12 @@ class Undertaker:
             process.stdin.write(f"{self._directory}\n".encode())
             process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended, and `check` starts another
+            pass  # the process has ended; `check` starts another
         return process
 
 
 def main() -> int:
-    """Wait for the deployment's end, and clear up if it was none in order."""
+    """Wait for the deployment's end, and clean up if that was not orderly."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     said = b""
@@ -90,7 +90,7 @@ def main() -> int:
         return 0
     directory, end_s = Path(os.fsdecode(name)), time.monotonic() + LOCK_WAIT_S
     while not leftovers.is_abandoned(directory) and time.monotonic() < end_s:
-        time.sleep(0.02)  # the kernel closes a process's files one after the other
+        time.sleep(0.02)  # the operating system closes a process's files one after the other
     if leftovers.is_abandoned(directory):
         leftovers.clear(directory)
     leftovers.sweep_late_memory(MEMORY_WAIT_S)

@@ -1,4 +1,4 @@
-"""What `baton bench` runs: a measurement of the bench package, and its rows in print."""
+"""Implementations of `baton bench`: each runs a measurement of the bench package and prints its rows."""
 
 import os
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ _MAX_JOBS = 8
 
 
 def bench_kernels(output: Output, *, plot: Path | None, device: str, jobs: int | None, **asked: Any) -> ExitCode:
-    """Measure kernels. PARTIAL when a system failed or a row was left out.
+    """Measure kernels. PARTIAL if a system failed or a row was left out.
 
     Raises:
-        ConfigInvalid: a value that does not exist, or no row has what was asked for.
+        ConfigInvalid: a value does not exist, or no row matches the request.
         PackageMissing: `plot` without matplotlib.
     """
     from baton.bench.kernel_bench.kernels import bench_kernels as measure
@@ -36,7 +36,7 @@ def bench_kernels(output: Output, *, plot: Path | None, device: str, jobs: int |
 
 
 def format_kernels(data: dict[str, Any]) -> str:
-    """What a person reads: microseconds, the fraction of the floor, and how much longer others take."""
+    """Format as text: microseconds, the fraction of the floor, and how much longer other systems take."""
     rates = data["rates"]
     lines = []
     if rates:
@@ -104,10 +104,10 @@ _STEADY: Final = (
 
 
 def bench_serve(output: Output, *, out: Path | None, plot: Path | None, **asked: Any) -> ExitCode:
-    """Measure. PARTIAL when requests failed or the clients were the limit.
+    """Measure endpoints. PARTIAL if requests failed or the clients were the bottleneck.
 
     Raises:
-        ConfigInvalid: a workload or value that is wrong, or that a system refuses.
+        ConfigInvalid: a workload or value is wrong, or a system refuses it.
         PackageMissing: aiohttp is not installed, or `plot` without matplotlib.
         StartupError: a system does not answer.
         StepFailed: a client process ended.
@@ -130,7 +130,7 @@ def bench_serve(output: Output, *, out: Path | None, plot: Path | None, **asked:
 
 
 def format_serve(data: dict[str, Any]) -> str:
-    """What a person reads, within 100 columns for names of usual length."""
+    """Format as text, within 100 columns for names of usual length."""
     rows = data["rows"]
     header = ("load", "at", "system", "ok", "fail", *(title for title, _ in _COLUMNS))
     cells = [(*_place(row), str(row["num_ok"]), str(row["num_failed"]), *_numbers(row, _COLUMNS)) for row in rows]
@@ -155,7 +155,7 @@ def _numbers(row: dict[str, Any], columns: Sequence[tuple[str, str]]) -> list[st
 
 
 def _short(value: float) -> str:
-    """Three digits, never as a power of ten."""
+    """Format with three digits, never as a power of ten."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -197,11 +197,11 @@ _SINGLE = (("layer ms", "layer_ms"), ("submit us", "submit_us"), ("calls/layer",
 
 
 def bench_kv(output: Output, *, plot: Path | None, **asked: Any) -> ExitCode:
-    """Measure the hand-off. PARTIAL when a cell failed; broken promises are printed, and change no exit code.
+    """Measure the hand-off. PARTIAL if a cell failed; broken promises are printed, but do not change the exit code.
 
     Raises:
-        ConfigInvalid: a name or value that does not exist.
-        PackageMissing: something named needs a package that is not there.
+        ConfigInvalid: a name or value does not exist.
+        PackageMissing: something named needs a package that is not installed.
     """
     from baton.bench.kv_bench.kv import bench_kv as measure
     from baton.bench.kv_bench.options import read_options
@@ -221,7 +221,7 @@ def bench_decode(output: Output, *, plot: Path | None, device: str, dtype: str, 
     """Measure the decode step.
 
     Raises:
-        ConfigInvalid: a name or value that does not exist, or that does not fit this machine.
+        ConfigInvalid: a name or value does not exist, or does not fit this machine.
         PackageMissing: `plot` without matplotlib.
     """
     from baton.bench.decode_bench.decode import bench_decode as measure
@@ -242,11 +242,11 @@ def bench_decode(output: Output, *, plot: Path | None, device: str, dtype: str, 
 
 
 def bench_routing(output: Output, **asked: Any) -> ExitCode:
-    """Measure policies of the router. PARTIAL when a promise is broken.
+    """Measure the router's policies. PARTIAL if a promise is broken.
 
     Raises:
-        ConfigInvalid: a name or value that does not exist.
-        WorkerStartFailed: a worker did not come up.
+        ConfigInvalid: a name or value does not exist.
+        WorkerStartFailed: a worker did not start.
     """
     from baton.bench.router_bench.routing import bench_routing as measure
     from baton.bench.router_bench.routing import read_options
@@ -259,12 +259,12 @@ def bench_routing(output: Output, **asked: Any) -> ExitCode:
 
 
 def bench_crossover(output: Output, *, plot: Path | None, **asked: Any) -> ExitCode:
-    """Measure where prompts are computed best. PARTIAL when a promise is broken.
+    """Measure where prompts are computed fastest. PARTIAL if a promise is broken.
 
     Raises:
-        ConfigInvalid: a value that does not exist.
+        ConfigInvalid: a value does not exist.
         PackageMissing: `plot` without matplotlib.
-        WorkerStartFailed: a worker did not come up.
+        WorkerStartFailed: a worker did not start.
     """
     from baton.bench.crossover import bench_crossover as measure
     from baton.bench.crossover import read_options
@@ -282,7 +282,7 @@ def bench_crossover(output: Output, *, plot: Path | None, **asked: Any) -> ExitC
 
 
 def format_crossover(data: dict[str, Any]) -> str:
-    """What a person reads."""
+    """Format as text."""
     keys = ("ttft_ms", "second_ms", "beside_itl_ms", "beside_gap_ms", "local_share")
     order = ("workload", "load", "prompt_len", "system")
     rows = [
@@ -298,14 +298,14 @@ def format_crossover(data: dict[str, Any]) -> str:
 
 
 def format_routing(data: dict[str, Any]) -> str:
-    """What a person reads."""
+    """Format as text."""
     keys = ("hit_rate", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "queue_mean_ms", "requests_per_s")
     rows = [(row["system"], *(_range(row, key) for key in keys)) for row in data["rows"]]
     return "\n".join([format_table(("policy", *keys), rows), *format_verdicts(data)])
 
 
 def format_decode(data: dict[str, Any]) -> str:
-    """What a person reads."""
+    """Format as text."""
     rows = [
         (
             str(row["batch"]),
@@ -329,7 +329,7 @@ def format_decode(data: dict[str, Any]) -> str:
 
 
 def format_kv(data: dict[str, Any]) -> str:
-    """What a person reads."""
+    """Format as text."""
     if any(row.get("what") == "step" for row in data["rows"]):
         return _format_steps(data)
     header = ("workload", "system", *(title for title, _ in (*_KV_COLUMNS, *_SINGLE)))
@@ -352,7 +352,7 @@ def _format_steps(data: dict[str, Any]) -> str:
 
 
 def format_verdicts(data: dict[str, Any]) -> list[str]:
-    """A line for each promise, and for each cell that failed."""
+    """Lines for the promises, and for the cells that failed."""
     lines = []
     for check in data["checks"]:
         limit = f">= {check['at_least']}" if "at_least" in check else f"<= {check['at_most']}"
@@ -381,12 +381,12 @@ _REFUSALS = ("refusal_p50_ms", "refusal_p99_ms", "router_cpu", "client_cpu_max",
 
 
 def bench_router(output: Output, **asked: Any) -> ExitCode:
-    """Measure the router's process. PARTIAL when a promise is broken.
+    """Measure the router's process. PARTIAL if a promise is broken.
 
     Raises:
-        ConfigInvalid: a number that is too small.
-        WorkerStartFailed: a process did not come up.
-        StepFailed: a request failed that should not.
+        ConfigInvalid: a number is too small.
+        WorkerStartFailed: a process did not start.
+        StepFailed: a request failed unexpectedly.
     """
     from baton.bench.router_bench.router_cost import RouterCostOptions
     from baton.bench.router_bench.router_cost import bench_router as measure
@@ -397,12 +397,12 @@ def bench_router(output: Output, **asked: Any) -> ExitCode:
 
 
 def bench_overload(output: Output, **asked: Any) -> ExitCode:
-    """Measure admission. PARTIAL when a promise is broken.
+    """Measure admission. PARTIAL if a promise is broken.
 
     Raises:
-        ConfigInvalid: a number that is too small.
-        WorkerStartFailed: a process did not come up.
-        StepFailed: nothing was finished in time even without overload.
+        ConfigInvalid: a number is too small.
+        WorkerStartFailed: a process did not start.
+        StepFailed: nothing finished in time even without overload.
     """
     from baton.bench.router_bench.overload import OverloadOptions
     from baton.bench.router_bench.overload import bench_overload as measure

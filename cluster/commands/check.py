@@ -1,4 +1,4 @@
-"""`baton check`: what a model directory would run as, or every reason why it cannot."""
+"""`baton check`: says what a model directory would run as, or every reason why it cannot."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from baton.core.config import ServeConfig
 
 
 def check(config: ServeConfig, output: Output) -> ExitCode:
-    """Print it; 0 if it can be served."""
+    """Print the result; 0 if the model can be served."""
     found = judge(config)
     data = _data(found)
     if not found.errors:
@@ -42,7 +42,7 @@ def _text(found: Judgement) -> str:
 
 
 def _pool(facts: dict[str, Any]) -> str:
-    """How many tokens there is memory for; on a GPU, where that is not known yet, what the longest sequence takes."""
+    """Number of tokens that fit in memory; on a GPU, where that is unknown, what the longest sequence takes."""
     if facts["kv_tokens"] is not None:
         return f", for {facts['kv_tokens']} tokens"
     num_bytes = facts["kv_bytes_per_token"] * facts["max_model_len"]
@@ -50,7 +50,7 @@ def _pool(facts: dict[str, Any]) -> str:
 
 
 def _state(facts: dict[str, Any]) -> str:
-    """What sequences keep beside KV, and how many cached prefixes have a copy of it, where that is known."""
+    """Recurrent state of sequences beside KV, and the number of cached prefixes with a copy of it, where known."""
     if not facts["state_bytes_per_sequence"]:
         return ""
     of_prefixes = f", and of {facts['state_checkpoints']} cached prefixes" if facts["state_checkpoints"] else ""

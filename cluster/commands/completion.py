@@ -1,4 +1,4 @@
-"""One completion, from a deployment or from this process, as the same record; `baton generate` prints it."""
+"""One completion, from a deployment or from this process, in the same form; `baton generate` prints it."""
 
 import secrets
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ RANDOM_SEED_BITS = 62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionArguments:
-    """What a request asks, before anything is known of the model; None means the server's default."""
+    """Parameters of a request, before anything is known about the model; None means the server's default."""
 
     prompt: str
     max_tokens: int | None = None
@@ -62,10 +62,10 @@ class CompletionArguments:
         return 0 if self.temperature == 0 else secrets.randbits(RANDOM_SEED_BITS)
 
     def sampling(self) -> inference_pb2.Sampling:
-        """As a message; what was left to the server is absent.
+        """Build the message; fields that are left to the server are absent.
 
         Raises:
-            InvalidSampling: a number that no message can carry.
+            InvalidSampling: a number does not fit the message.
             InvalidText: a stop string is not Unicode text.
             InvalidGrammar: the grammar is not Unicode text.
         """
@@ -90,7 +90,7 @@ class CompletionArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What came back: one answer, and `others` if several were asked for."""
+    """Result of a request: one answer, and `others` if several were requested."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -117,11 +117,11 @@ class Completion:
     decode_worker: str = ""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    waterfall: dict[str, Any] | None = None  # of a deployment: cluster/commands/completion.py
+    waterfall: dict[str, Any] | None = None  # from a deployment only: see `waterfall_data`
     others: tuple["Completion", ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        """JSON-able; with several answers `choices` lists all of them."""
+        """Return JSON-able data; with several answers `choices` lists all of them."""
         data = asdict(self) | {"token_ids": list(self.token_ids)}
         del data["others"]
         for name in ("logprobs", "prompt_logprobs", "waterfall"):
@@ -136,9 +136,9 @@ class Interrupted(Exception):
     """A stream ended with an error after part of it had arrived.
 
     Attributes:
-        error: what ended it.
-        text: what had arrived.
-        token_ids: likewise.
+        error: error that ended it.
+        text: text that had arrived.
+        token_ids: tokens that had arrived.
     """
 
     def __init__(self, error: BatonError, text: str, token_ids: list[int]) -> None:
@@ -150,7 +150,7 @@ class Interrupted(Exception):
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer as it comes."""
+    """One answer as it arrives."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -169,11 +169,11 @@ class _Answer:
 
 
 def complete_remotely(address: str, asked: CompletionArguments, on_text: OnText) -> Completion:
-    """Ask a deployment; `on_text` gets the (first) answer's text as it comes.
+    """Send a request to a deployment; `on_text` is called with pieces of the (first) answer's text.
 
     Raises:
-        BatonError: refused, or failed before the first token.
-        Interrupted: failed after it.
+        BatonError: the request was refused, or failed before the first token.
+        Interrupted: the request failed after the first token.
     """
     request = generate_request(asked.prompt, None, asked.sampling(), "")
     answers = [_Answer() for _ in range(min(max(request.sampling.n, 1), MAX_CHOICES))]

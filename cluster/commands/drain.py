@@ -1,4 +1,4 @@
-"""`baton drain`: empty one worker of its streams, so that it can be stopped; and take it back."""
+"""`baton drain`: moves all streams off one worker, so that it can be stopped, or undoes that."""
 
 import time
 from typing import Final
@@ -16,18 +16,20 @@ POLL_S: Final = 0.2
 def drain(
     worker_id: str, address: str, output: Output, *, grace_s: float | None, wait_s: float, undo: bool
 ) -> ExitCode:
-    """Ask for it, and wait until no stream depends on the worker. PARTIAL when some still do, or that ended otherwise.
+    """Drain a worker, and wait until no stream depends on it. PARTIAL if some still do, or the drain was undone.
+
+    PARTIAL also if the worker ended meanwhile.
 
     Args:
-        worker_id: as `baton status` names it.
-        address: of the deployment.
-        output: where to say it.
-        grace_s: for its streams to finish; None is the deployment's own.
-        wait_s: for them to be gone; 0 only asks.
-        undo: let it serve again.
+        worker_id: id as in `baton status`.
+        address: address of the deployment.
+        output: output of the command.
+        grace_s: time for its streams to finish; None: the deployment's own.
+        wait_s: time to wait until they are gone; 0: do not wait.
+        undo: whether to let it serve again.
 
     Raises:
-        ConfigInvalid: a time that is none, or a grace for what is undone.
+        ConfigInvalid: a time is invalid, or there is a grace period for an undo.
         BatonError: no deployment answers at `address`, or it knows no such worker.
     """
     if (grace_s is not None and not 0 <= grace_s < 1e6) or not 0 <= wait_s < 1e6:
@@ -43,7 +45,7 @@ def drain(
     deadline_s = time.monotonic() + wait_s
     while not ended and draining and num_streams and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
-        worker = _look(address, worker_id)  # asking for a drain again would undo another's --undo
+        worker = _look(address, worker_id)  # a repeated drain request would undo another operator's --undo
         draining, num_streams = worker.draining, worker.num_streams
         if worker.state.epoch != before.state.epoch:
             ended = f"{worker_id} has ended meanwhile" + "; its next incarnation is not drained" * worker.alive
@@ -64,10 +66,10 @@ def _sentence(worker_id: str, draining: bool, num_streams: int) -> str:
 
 
 def _look(address: str, worker_id: str, *, must_be_known: bool = False) -> admin_pb2.WorkerStatus:
-    """The worker as the router knows it, which changes nothing; one without an epoch if it knows none.
+    """Return the worker as the router knows it, without changing anything; without an epoch if it knows none.
 
     Raises:
-        InvalidRequest: it must be known and is not.
+        InvalidRequest: `must_be_known`, and the router does not know it.
     """
     workers = {one.state.worker_id: one for one in fetch_status(address).workers}
     if must_be_known and worker_id not in workers:

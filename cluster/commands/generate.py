@@ -17,7 +17,7 @@ from baton.core.requests.sampling import SCALAR_FIELDS, GrammarSpec
 def read_grammar(
     *, json_schema: Path | None, regex: str | None, grammar: Path | None, json_object: bool
 ) -> GrammarSpec | None:
-    """What the answer must be, if any of the options says so.
+    """Return the grammar that the options prescribe for the answer, if any does.
 
     Raises:
         ConflictingOptions: more than one does.
@@ -42,7 +42,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 def read_prompt(prompt: str | None) -> str:
-    """The prompt given, or standard input when it is `-`.
+    """Return the prompt given, or standard input if it is `-`.
 
     Raises:
         EmptyPrompt: none was given, or standard input is closed.
@@ -52,7 +52,7 @@ def read_prompt(prompt: str | None) -> str:
         raise EmptyPrompt("no prompt: give --prompt TEXT, or --prompt - to read standard input")
     if prompt != "-":
         return prompt
-    if sys.stdin is None:  # the typing stubs say that it never is
+    if sys.stdin is None:  # which the typing stubs deny
         raise EmptyPrompt("no prompt: --prompt - reads standard input, which is closed")
     try:
         return sys.stdin.buffer.read().decode("utf-8")
@@ -62,7 +62,7 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def check_place(local: bool, address: str | None, local_options: dict[str, Any]) -> None:
-    """Check that the options fit the place that answers.
+    """Check that the options fit where the request runs.
 
     Raises:
         ConflictingOptions: --local with --address, or an option of --local without it.
@@ -78,10 +78,10 @@ def check_place(local: bool, address: str | None, local_options: dict[str, Any])
 def generate(
     output: Output, asked: CompletionArguments, *, local: bool, address: str | None, local_options: dict[str, Any]
 ) -> ExitCode:
-    """Run one request in the place chosen and print it.
+    """Run one request locally or at a deployment, and print the answer.
 
     Raises:
-        BatonError: refused, or failed before the first token.
+        BatonError: the request was refused, or failed before the first token.
     """
     try:
         if local:
@@ -100,10 +100,10 @@ def generate(
 
 
 def more_sampling(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of SamplingParams that flags of these names give; what was left out is absent.
+    """Fields of SamplingParams that these flags set; flags that were not given are absent.
 
     Raises:
-        InvalidSampling: a flag that holds several numbers is written otherwise than its help says.
+        InvalidSampling: a flag with several numbers is not written as its help says.
     """
     given: dict[str, Any] = {
         name: flags.get(name) for name in SCALAR_FIELDS if name not in CompletionArguments.__dataclass_fields__

@@ -1,7 +1,7 @@
-"""`baton keys`: makes, lists and revokes API keys in the file that a router reads again when it changes.
+"""`baton keys`: makes, lists and revokes API keys in a file that the router reloads when it changes.
 
-A key is shown once, when it is made; the file holds its digest. The file is replaced in one piece, is readable by its
-owner alone, and is locked against another `baton keys` while it is changed.
+A key is shown once, when it is made; the file holds its digest. The file is replaced atomically, is readable by its
+owner only, and is locked against other `baton keys` processes while it is changed.
 """
 
 import fcntl
@@ -24,11 +24,11 @@ HEADER = "# API keys of Baton, one JSON object a line. Made by `baton keys`; key
 def create(
     output: Output, *, file: Path, name: str, tenant: str, days: float | None, quota: Mapping[str, Any] | None = None
 ) -> ExitCode:
-    """Make a key and print it: this is the only time that it can be read. `quota` is what its holder may take.
+    """Make a key and print it; it cannot be read again. `quota` limits what its holder may use.
 
     Raises:
         ConfigInvalid: the name is taken, or a value is not usable.
-        OSError: it could not be printed, and is not in the file any more.
+        OSError: the key could not be printed, and was removed from the file.
     """
     output.require_stdout()
     if days is not None and not 0 < days < 36_500:
@@ -43,7 +43,7 @@ def create(
     output.note(f"baton: {name} of tenant {tenant} added to {file}; the key is shown only now")
     try:
         output.emit({"name": name, "tenant": tenant, "expires": until, "key": key}, key)
-    except OSError:  # also of a pipe that is closed
+    except OSError:  # including a closed pipe
         with _changing(file) as entries:
             _write(file, [other for other in entries if other.sha256 != entry.sha256])
         output.note(f"baton: the key could not be shown, and is taken out of {file} again", "ERROR")
@@ -52,7 +52,7 @@ def create(
 
 
 def list_keys(output: Output, *, file: Path, now_s: Callable[[], float] = time.time) -> ExitCode:
-    """Print names, tenants and times; digests and keys never. PARTIAL if one has expired.
+    """Print names, tenants and times, but no digests or keys. PARTIAL if a key has expired.
 
     Raises:
         ConfigInvalid: the file cannot be used.
@@ -77,7 +77,7 @@ def list_keys(output: Output, *, file: Path, now_s: Callable[[], float] = time.t
 
 
 def revoke(output: Output, *, file: Path, name: str) -> ExitCode:
-    """Take a key out of the file; routers refuse it within a second. Answers that stream go on to their ends.
+    """Remove a key from the file; routers refuse it within a second. Answers that are streaming continue.
 
     Raises:
         ConfigInvalid: there is no such key.
@@ -107,7 +107,7 @@ def _changing(file: Path, *, may_create: bool = False) -> Iterator[tuple[KeyEntr
 
 def _write(file: Path, entries: Sequence[KeyEntry]) -> None:
     text = HEADER + "".join(entry.to_line() + "\n" for entry in entries)
-    parse_keys(text, str(file))  # what a router would refuse is never written
+    parse_keys(text, str(file))  # never write what a router would refuse
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, MODE), "w", encoding="utf-8") as out:

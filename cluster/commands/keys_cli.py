@@ -1,4 +1,4 @@
-"""The flags of `baton keys`."""
+"""Flags and help of `baton keys`."""
 
 from pathlib import Path
 from typing import Annotated

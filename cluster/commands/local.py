@@ -1,4 +1,4 @@
-"""Completions in this process: the one-process reference behind `baton generate --local`. It never imports ray."""
+"""Completions in this process: the one-process reference behind `baton generate --local`. Never imports ray."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from baton.worker.loading import load_worker
 
 
 class LocalCompleter:
-    """A model loaded as a worker of the same configuration would load it, and one engine.
+    """One engine, with a model that is loaded as a worker of the same configuration would load it.
 
     Raises:
         StartupError: the configuration or the model directory is unusable.
@@ -31,7 +31,7 @@ class LocalCompleter:
         worker = loaded.applied(worker)
         num_blocks = loaded.pool.num_blocks
         model, self._tokenizer = loaded.model, loaded.tokenizer
-        del loaded  # its pool: the engine makes its own
+        del loaded  # frees its pool, because the engine makes its own
         self._num_draft_tokens = worker.num_draft_tokens
         self._max_model_len = worker.max_model_len
         self._num_requests = 0
@@ -55,10 +55,10 @@ class LocalCompleter:
         )
 
     def complete(self, asked: CompletionArguments, on_text: OnText) -> Completion:
-        """Run one request; `on_text` gets the (first) answer's text as it comes.
+        """Run one request; `on_text` is called with pieces of the (first) answer's text.
 
         Raises:
-            InvalidRequest: it can never be served.
+            InvalidRequest: the request can never be served.
             Interrupted: its deadline passed.
         """
         request = self._request(asked)
@@ -95,7 +95,7 @@ class LocalCompleter:
 
 
 class _Answer:
-    """One answer's tokens, and the text of them that is certain."""
+    """One answer's tokens, and the part of their text that is final."""
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
         self.token_ids: list[int] = []
@@ -103,12 +103,12 @@ class _Answer:
         self._text = AnswerText(tokenizer, sampling)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that became certain with these tokens."""
+        """Return text that became final with these tokens."""
         self.token_ids += token_ids
         return self._add(self._text.push(token_ids))
 
     def finish(self) -> str:
-        """What was still withheld at the end."""
+        """Return what was still withheld at the end."""
         return self._add(self._text.finish())
 
     def _add(self, text: str) -> str:

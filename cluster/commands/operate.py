@@ -1,4 +1,4 @@
-"""What operators change in a deployment, over its Admin service."""
+"""Operators' changes to a deployment, over its Admin service."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ def drain(
     undo: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> admin_pb2.DrainReply:
-    """Give this incarnation of a worker nothing new, or something again; streams that it has after the grace move on.
+    """Drain this incarnation of a worker, or undo that; streams that remain after the grace period migrate.
 
     Args:
-        address: of the router.
-        worker_id: a live worker's.
-        grace_s: from now; None for the router's own.
-        undo: it serves again.
-        timeout_s: of the call.
+        address: address of the router.
+        worker_id: id of a live worker.
+        grace_s: grace period from now; None: the router's own.
+        undo: whether the worker serves again instead.
+        timeout_s: timeout of the call.
 
     Raises:
         BatonError: nothing answers there, or no such worker is alive.
@@ -36,7 +36,7 @@ def drain(
 
 
 def restart(address: str, worker_id: str, epoch: int, timeout_s: float = TIMEOUT_S) -> admin_pb2.RestartReply:
-    """End this incarnation of a worker, with everything it is serving; Ray starts another.
+    """End this incarnation of a worker with everything that it serves; Ray starts another.
 
     Raises:
         BatonError: nothing answers there, the router does not know the worker, or it is silent.
@@ -58,7 +58,7 @@ def set_admission(address: str, max_queue_len: int, timeout_s: float = TIMEOUT_S
 
 
 def scale(address: str, num_prefill: int, num_decode: int, timeout_s: float = TIMEOUT_S) -> admin_pb2.ScaleReply:
-    """Ask for so many workers; the process of `baton serve` follows.
+    """Set the desired numbers of workers; the process of `baton serve` follows.
 
     Raises:
         BatonError: nothing answers there, or it refuses.
@@ -71,7 +71,7 @@ def scale(address: str, num_prefill: int, num_decode: int, timeout_s: float = TI
 def clear_quarantine(
     address: str, fingerprint: str = "", timeout_s: float = TIMEOUT_S
 ) -> admin_pb2.ClearQuarantineReply:
-    """Take a request again that was refused because workers died of it; all of them without a fingerprint.
+    """Admit a request again that was refused because workers died of it; without a fingerprint, all of them.
 
     Raises:
         BatonError: nothing answers there.

@@ -1,4 +1,4 @@
-"""`baton quarantine`: requests that are refused because workers died of them, shown or pardoned."""
+"""`baton quarantine`: lists or clears requests that are refused because workers died of them."""
 
 import grpc
 
@@ -10,7 +10,7 @@ ALL = "all"
 
 
 def quarantine(address: str, clear: str | None, output: Output) -> ExitCode:
-    """Show them, after pardoning one or all. FAILED when there was none to pardon by that name.
+    """Print them, after clearing one or all. FAILED if there was none of that name to clear.
 
     Raises:
         BatonError: no deployment answers at `address`.

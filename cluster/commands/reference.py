@@ -1,6 +1,7 @@
 """Completions by one plain process, for comparison: reads one JSON object on stdin, writes one on stdout.
 
-In: `{"config": {ServeConfig keys}, "requests": [{CompletionArguments fields}, ...]}`; out: `{"completions": [...]}`.
+Input: `{"config": {ServeConfig keys}, "requests": [{CompletionArguments fields}, ...]}`; output: `{"completions":
+[...]}`.
 """
 
 import json
@@ -16,7 +17,7 @@ from baton.core.errors import BatonError
 
 
 class ReferenceProcess:
-    """The reference, computing while its parent does something else."""
+    """The reference process, which computes while its parent does other work."""
 
     def __init__(self, config: ServeConfig, requests: Sequence[CompletionArguments]) -> None:
         question = {"config": config.model_dump(mode="json"), "requests": [asdict(asked) for asked in requests]}
@@ -32,10 +33,10 @@ class ReferenceProcess:
         self._process.stdin.flush()
 
     def completions(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What it computed.
+        """Wait for the completions.
 
         Raises:
-            BatonError: it failed, or took too long.
+            BatonError: the process failed, or took too long.
         """
         try:
             out, err = self._process.communicate(timeout=timeout_s)
@@ -47,14 +48,14 @@ class ReferenceProcess:
         return list(json.loads(out)["completions"])
 
     def close(self) -> None:
-        """End it, whatever it is doing."""
+        """End the process, whatever it is doing."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.communicate()
 
 
 def main() -> None:
-    """Answer the question on stdin."""
+    """Compute the requests on stdin."""
     from baton.cluster.commands.local import LocalCompleter
 
     question = json.load(sys.stdin)

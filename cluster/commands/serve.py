@@ -1,4 +1,4 @@
-"""`baton serve`: start a deployment, say where it is, and keep it until a signal ends it."""
+"""`baton serve`: starts a deployment, prints its addresses, and runs it until a signal ends it."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from baton.core.telemetry.logs import configure_logging
 
 
 def serve(config: ServeConfig, output: Output) -> ExitCode:
-    """Serve until SIGINT or SIGTERM: the first lets open streams finish, a second ends them; both end with 0.
+    """Serve until SIGINT or SIGTERM: the first lets open streams finish, a second ends them; both exit with 0.
 
     Raises:
         StartupError: a precondition does not hold, or a worker or the router failed.
@@ -53,7 +53,7 @@ def serve(config: ServeConfig, output: Output) -> ExitCode:
 
 
 def _show_log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # as it is: JSON stays JSON
+    print(line, file=sys.stderr, flush=True)  # unchanged: JSON stays JSON
 
 
 def _announce(deployment: Deployment, output: Output, name: str) -> None:
@@ -101,7 +101,7 @@ def _curl(deployment: Deployment, name: str) -> str:
 
 
 def _access_flags(config: ServeConfig) -> str:
-    """What `baton generate` needs to get in; this host's certificate, where clients are asked for one."""
+    """Flags that `baton generate` needs for access, with this host's certificate if clients need one."""
     flags = f" --tls-ca-file {config.tls_ca_file}" if config.tls.is_on and config.tls_ca_file else ""
     if config.tls.is_on and _client_ca_file(config):
         flags += f" --tls-cert-file {config.tls_cert_file} --tls-key-file {config.tls_key_file}"
@@ -109,7 +109,7 @@ def _access_flags(config: ServeConfig) -> str:
 
 
 def _client_ca_file(config: ServeConfig) -> str | None:
-    """Whose certificates clients are asked for, if any are."""
+    """CA file for the certificates that clients must show, if any."""
     return config.tls_ca_file if config.admin_port is None else config.tls_client_ca_file
 
 
@@ -123,11 +123,11 @@ def _who_gets_in(deployment: Deployment) -> str:
 
 
 class Signals:
-    """SIGTERM and SIGINT: they interrupt, until `take`; from then on the first one only asks, and the next interrupts.
+    """Handles SIGTERM and SIGINT: before `take` they interrupt; after it the first only asks, and the next interrupts.
 
     Attributes:
         is_asked: whether the first one has come.
-        wake: can be read from then on.
+        wake: file descriptor that is readable from then on.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class Signals:
         os.close(self._told)
 
     def take(self) -> None:
-        """What is interrupted from now on is to end in order first."""
+        """From now on, make the first signal request an orderly end instead of interrupting."""
         self._is_taken = True
 
     def _signalled(self, number: int, frame: object) -> None:
@@ -159,7 +159,7 @@ class Signals:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM ends like Ctrl-C: through every `with` on the way out."""
+    """Make SIGTERM end the process like Ctrl-C: by unwinding every `with`."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt

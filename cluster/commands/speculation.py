@@ -1,4 +1,4 @@
-"""`baton speculation`: how many drafts a deployment's decode workers make, shown or changed while they serve."""
+"""`baton speculation`: shows or changes how many drafts a deployment's decode workers make, while they serve."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ from baton.core.errors import ConfigInvalid
 
 
 def speculation(address: str, mode: str | None, output: Output) -> ExitCode:
-    """Show it, or set it to a number or `auto` first. PARTIAL when a worker was not reached.
+    """Print it, after setting it to a number or `auto` if `mode` is given. PARTIAL if a worker was not reached.
 
     Raises:
         ConfigInvalid: `mode` is neither.
@@ -30,7 +30,7 @@ def speculation(address: str, mode: str | None, output: Output) -> ExitCode:
 
 
 def format_speculation(workers: list[dict[str, Any]]) -> str:
-    """What a person reads."""
+    """Format it as a table."""
     rows = []
     for worker in workers:
         now = worker["speculation"]

@@ -8,7 +8,7 @@ from baton.cluster.outcome import ExitCode, Output, format_table
 
 
 def status(address: str, output: Output) -> ExitCode:
-    """Print it. PARTIAL when a worker the router knows is not alive, and was not taken out of routing before.
+    """Print the status. PARTIAL if a worker that the router knows is not alive, and was not drained before.
 
     Raises:
         BatonError: no deployment answers at `address`.
@@ -20,7 +20,7 @@ def status(address: str, output: Output) -> ExitCode:
 
 
 def format_status(data: dict[str, Any]) -> str:
-    """What a person reads."""
+    """Format the status as text."""
     header = (
         "worker",
         "role",
@@ -77,7 +77,7 @@ def format_status(data: dict[str, Any]) -> str:
 
 
 def alive_cell(worker: dict[str, Any]) -> str:
-    """Whether a worker serves."""
+    """Table cell that says whether a worker serves."""
     if not worker["alive"]:
         return "NO"
     if worker["draining"]:
@@ -86,15 +86,15 @@ def alive_cell(worker: dict[str, Any]) -> str:
 
 
 def ranks_cell(pids: list[int]) -> str:
-    """How many ranks a worker has and, of a TP group, their processes in rank order."""
+    """Number of a worker's ranks and, for a TP group, their process ids in rank order."""
     return f"{len(pids)} ({', '.join(map(str, pids))})" if len(pids) > 1 else "1"
 
 
 def local_lines(local: dict[str, Any] | None, *, has_prefill: bool) -> list[str]:
-    """How many prompts went which way and why, once any went to a decode worker; and whether that is the only way.
+    """Say where prompts were computed and why, once a decode worker computed any, and whether that is the only way.
 
     Args:
-        local: as `Status` says it; None: it does not.
+        local: as in `Status`; None if that lacks it.
         has_prefill: whether the deployment has, or had, a prefill worker.
     """
     choices = {} if local is None else local["num_choices"]
@@ -102,6 +102,6 @@ def local_lines(local: dict[str, Any] | None, *, has_prefill: bool) -> list[str]
     if any(name.startswith("local") for name in choices):
         counts = ", ".join(f"{name} {count}" for name, count in sorted(choices.items()))
         lines.append(f"prompts by the way they went: {counts}")
-    if local is not None and local["only_way"] and has_prefill:  # else it is meant: --prefill 0
+    if local is not None and local["only_way"] and has_prefill:  # otherwise it is intended: --prefill 0
         lines.append("no prefill worker is alive: decode workers compute prompts")
     return lines

@@ -1,4 +1,4 @@
-"""`baton top`: a deployment's load as it changes, on a terminal; once, as text or JSON, elsewhere."""
+"""`baton top`: shows a deployment's load continuously on a terminal; elsewhere once, as text or JSON."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def top_data(before: admin_pb2.StatusReply, now: admin_pb2.StatusReply, interval_s: float) -> dict[str, Any]:
-    """JSON-able. A rate is null where it has no meaning: nothing was done, or a worker's incarnation is new."""
+    """Build JSON-able data. A rate is null if it is undefined: nothing was done, or an incarnation is new."""
 
     def rate(name: str) -> float | None:
         return _rate(getattr(before, name), getattr(now, name), interval_s)
@@ -81,7 +81,7 @@ def _worker(worker: admin_pb2.WorkerStatus, before: worker_pb2.WorkerState | Non
 
 
 def _acceptance(was: worker_pb2.Inventory | None, held: worker_pb2.Inventory) -> float | None:
-    """Share of drafts accepted: of those made in between, or, where there were none, of this incarnation's."""
+    """Share of drafts that were accepted: of those made in the interval or, if there were none, in this incarnation."""
     proposed, accepted = held.num_draft_tokens, held.num_accepted_tokens
     if was is not None and proposed > was.num_draft_tokens:
         proposed, accepted = proposed - was.num_draft_tokens, accepted - was.num_accepted_tokens
@@ -110,19 +110,21 @@ COLUMNS: Final = (
     "k",
 )
 LEFT: Final = frozenset(map(COLUMNS.index, ("worker", "role", "alive", "waiting")))
-# What a narrow terminal can do without, first to last.
+# Columns to leave out on a narrow terminal, in this order.
 SPARED: Final = tuple(
     map(
         COLUMNS.index,
         ("k", "accepted", "KV MB/s", "req/s", "role", "waiting", "tok/s", "KV", "running", "quarantined"),
     )
 )
-DUMB: Final = ("dumb", "unknown")  # of TERM: such a terminal's lines cannot be written again
-IF_ANY: Final = frozenset(map(COLUMNS.index, ("waiting", "quarantined", "accepted", "k")))  # a terminal is narrow
+DUMB: Final = ("dumb", "unknown")  # values of TERM; such a terminal cannot rewrite lines
+IF_ANY: Final = frozenset(
+    map(COLUMNS.index, ("waiting", "quarantined", "accepted", "k"))
+)  # columns shown only if a worker has such a value
 
 
 def top(address: str, output: Output, *, interval_s: float = 1.0, once: bool = False) -> ExitCode:
-    """Show it until Ctrl-C; once where stdout is no terminal or a dumb one, or is for JSON. PARTIAL as `baton status`.
+    """Show the load until Ctrl-C; once if stdout is not a capable terminal or is for JSON. PARTIAL as `baton status`.
 
     Raises:
         BatonError: no deployment answers at `address`.
@@ -149,7 +151,7 @@ def _watch(address: str, before: admin_pb2.StatusReply, interval_s: float, stdou
     from rich.console import Console
     from rich.live import Live
 
-    # An event, not KeyboardInterrupt: one that is raised in a destructor or a callback is lost, and with it the Ctrl-C.
+    # An event, because a KeyboardInterrupt that is raised in a destructor or a callback is lost.
     stop = threading.Event()
     handler = signal.signal(signal.SIGINT, lambda number, frame: stop.set())
     try:
@@ -163,7 +165,7 @@ def _watch(address: str, before: admin_pb2.StatusReply, interval_s: float, stdou
 def samples(
     address: str, before: admin_pb2.StatusReply, interval_s: float, stop: threading.Event
 ) -> Iterator[dict[str, Any]]:
-    """What `top_data` says of each interval until `stop`; without an answer, the last with the reason as `problem`."""
+    """Yield `top_data` of each interval until `stop`; without an answer, the last one with the reason as `problem`."""
     data = top_data(before, before, 0.0) | {"address": address}
     yield data
     begin_s = time.monotonic()
@@ -180,7 +182,7 @@ def samples(
 
 
 def view(data: dict[str, Any], width: int) -> "RenderableType":
-    """For a terminal of so many columns. Where they are too few, the table leaves columns out, and cuts no cell."""
+    """Render for a terminal of `width` columns. If they are too few, columns are left out, but no cell is cut."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -206,7 +208,7 @@ def view(data: dict[str, Any], width: int) -> "RenderableType":
 
 
 def text_of(data: dict[str, Any]) -> str:
-    """For a pipe."""
+    """Render as text for a pipe."""
     from baton.cluster.outcome import format_table
 
     rows = [_cells(worker) for worker in data["workers"]]

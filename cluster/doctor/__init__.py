@@ -1,1 +1,1 @@
-"""What `baton doctor` looks at."""
+"""Checks of `baton doctor`."""

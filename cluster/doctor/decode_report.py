@@ -1,4 +1,4 @@
-"""What `baton status` and `baton doctor` say of decode steps: acceptance by position, tokens per step, times."""
+"""Decode step reports of `baton status` and `baton doctor`: acceptance by position, tokens per step, times."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ NO_STEPS = "-"
 
 
 def decode_data(reply: admin_pb2.StatusReply) -> list[dict[str, Any]]:
-    """For `--json`: an object for each live decode worker, over its incarnation; null where nothing was measured."""
+    """Build the `--json` form: one object per live decode worker, over its incarnation; null where unmeasured."""
     return [
         {"worker": worker.state.worker_id, **_data(report_from_proto(worker.state.inventory.steps))}
         for worker in reply.workers
@@ -51,7 +51,7 @@ def _rows(rows: RowCounts) -> dict[str, int]:
 
 
 def format_decode(workers: Sequence[dict[str, Any]]) -> str:
-    """The same for a person; quantiles are those of histogram buckets."""
+    """Format the same data as a table; quantiles are those of histogram buckets."""
     if not workers:
         return "no live decode worker"
     header = (

@@ -1,7 +1,7 @@
-"""`baton doctor`: what on this machine would keep Baton from serving, or make it serve badly; each with a next step.
+"""`baton doctor`: finds what on this machine keeps Baton from serving, or from serving well, each with a next step.
 
-Every check looks and reports; none changes anything. A failure means that serving cannot work (exit 3), a warning that
-it may not work well or not as tested (exit 4).
+Checks only look and report; none changes anything. A failure means that serving cannot work (exit 3), a warning that it
+may not work well or not as tested (exit 4).
 """
 
 import importlib.util
@@ -31,18 +31,18 @@ from baton.core.errors import NumericsUnsupported, PortInUse, StartupError
 from baton.core.kv_transports import KV_TRANSPORTS
 from baton.proto import admin_pb2, worker_pb2
 
-_MAX_NAMED = 3  # shapes in a line; `--json` has all
+_MAX_NAMED = 3  # shapes per line; `--json` has all
 _FORMS = {
     "triton": "Triton kernels",
     "reference": "torch reference",
-    "ordered": "ordered Triton kernels",  # these two in invariant numerics
+    "ordered": "ordered Triton kernels",  # these two are batch-invariant
     "invariant": "invariant reference",
 }
 _ASKED_FOR = "asked for by --kernels"
 
 
 def compute_data(reply: admin_pb2.StatusReply) -> list[dict[str, Any]]:
-    """For `--json`: one object for each live worker that says it."""
+    """Build the `--json` form: one object for each live worker that reports how it computes."""
     return [
         {
             "worker": worker.state.worker_id,
@@ -68,7 +68,7 @@ def compute_data(reply: admin_pb2.StatusReply) -> list[dict[str, Any]]:
 
 
 def format_compute(workers: Sequence[dict[str, Any]]) -> str:
-    """The same for a person."""
+    """Format the same data as a table."""
     if not workers:
         return "no live worker says how it computes"
     header = ("worker", "computes by", "why", "device", "dtype", "quantization", "fell back")
@@ -89,7 +89,7 @@ def format_compute(workers: Sequence[dict[str, Any]]) -> str:
 
 
 def compute_problems(reply: admin_pb2.StatusReply) -> Iterator[tuple[str, str, str]]:
-    """Name, what was found, and the next step, where a worker computes slower than its device could."""
+    """Yield name, finding and next step for each worker that computes worse than its device could."""
     for worker, compute in _live(reply):
         name = f"kernels of {worker.state.worker_id}"
         is_slow = compute.form in ("reference", "invariant") and compute.device != "cpu"
@@ -147,13 +147,13 @@ MIN_PYTHON = (3, 11)
 MIN_OPEN_FILES = 4096
 MIN_SHM_BYTES = 128 << 20
 SELFTEST_SHAPES = ((256, 256), (1024, 256), (256, 1024), (4096, 512))  # (outputs, inputs)
-RENEW_S = 14 * 86_400.0  # a certificate that ends sooner is to be replaced
+RENEW_S = 14 * 86_400.0  # certificates that expire sooner should be replaced
 FOREIGN_NAMES = ("kernels", "proto")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     level: Literal["ok", "warn", "fail"]
@@ -162,10 +162,10 @@ class Finding:
 
 
 def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | None = None) -> ExitCode:
-    """Run every check and print the findings; with the address of a deployment, its KV paths and decode steps too.
+    """Run every check and print the findings; with a deployment's address, also its KV paths and decode steps.
 
     Raises:
-        BatonError: the deployment at `address` refuses. That none answers there is a finding beside the others.
+        BatonError: the deployment at `address` refuses the call. If none answers there, that is one of the findings.
     """
     try:
         status = None if address is None else fetch_status(address)
@@ -213,7 +213,7 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
 
 
 def _without_deployment(output: Output, error: StartupError, *, selftest: bool) -> ExitCode:
-    """Say what was found on this machine, and of the deployment why there is nothing to say."""
+    """Report the findings on this machine, and why there are none about the deployment."""
     step = "give an address of gRPC that `baton serve` has printed, on the host that printed it"
     findings = [*check_all(None), *([check_numerics()] if selftest else [])]
     findings.append(Finding("deployment", "fail", error.message, step))
@@ -227,7 +227,7 @@ def _without_deployment(output: Output, error: StartupError, *, selftest: bool) 
 
 
 def check_all(grpc_port: int | None) -> Iterator[Finding]:
-    """The findings of every quick check; without a port if there is a deployment, which listens at its own."""
+    """Run every quick check; without a port if there is a deployment, which already listens on its own."""
     yield check_python()
     yield from (check_package(name, tested) for name, tested in TESTED.items())
     yield check_devices()
@@ -241,7 +241,7 @@ def check_all(grpc_port: int | None) -> Iterator[Finding]:
 
 
 def check_python() -> Finding:
-    """The interpreter's version."""
+    """Check the interpreter's version."""
     version = platform.python_version()
     if sys.version_info < MIN_PYTHON:
         return Finding("python", "fail", version, "use Python 3.11 or newer")
@@ -249,7 +249,7 @@ def check_python() -> Finding:
 
 
 def check_package(name: str, tested: tuple[str, ...]) -> Finding:
-    """An installed distribution against the versions Baton is tested with."""
+    """Compare an installed distribution with the versions that Baton is tested with."""
     wanted = " or ".join(tested)
     try:
         version = metadata.version(name)
@@ -263,7 +263,7 @@ def check_package(name: str, tested: tuple[str, ...]) -> Finding:
 
 
 def check_devices() -> Finding:
-    """What workers would compute on."""
+    """Report the devices that workers would compute on."""
     if importlib.util.find_spec("torch") is None:
         return Finding("devices", "fail", "torch is not installed", "pip install torch")
     import torch
@@ -278,7 +278,7 @@ def check_devices() -> Finding:
 
 
 def check_port(port: int) -> Finding:
-    """Whether `baton serve` could listen."""
+    """Check whether `baton serve` could listen on the port."""
     try:
         require_port_free("127.0.0.1", port)
     except PortInUse as error:
@@ -287,7 +287,7 @@ def check_port(port: int) -> Finding:
 
 
 def check_ray_auth(mode: str | None, token: Path) -> Finding:
-    """What clusters are joined and started with; a private Ray has a token of its own whatever this says."""
+    """Check how clusters are joined and started; a private Ray has a token of its own in any case."""
     if mode is not None and mode.lower() == "disabled":
         return Finding(
             "ray auth",
@@ -306,7 +306,7 @@ def check_ray_auth(mode: str | None, token: Path) -> Finding:
 
 
 def check_name(name: str) -> Finding:
-    """Whether `import kernels` or `import proto` would find a folder of Baton's."""
+    """Check whether `import kernels` or `import proto` would find a folder of Baton's."""
     spec = importlib.util.find_spec(name)
     places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
     root = Path(baton.__file__).resolve().parent
@@ -317,14 +317,14 @@ def check_name(name: str) -> Finding:
 
 
 def check_open_files(limit: int) -> Finding:
-    """Sockets: every stream, push and Ray connection is one."""
+    """Check the limit of open files: every stream, push and Ray connection needs a socket."""
     if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
         return Finding("open files", "warn", f"limit {limit}", "ulimit -n 65536")
     return Finding("open files", "ok", "unlimited" if limit == resource.RLIM_INFINITY else f"limit {limit}")
 
 
 def check_shm(path: Path) -> Finding:
-    """Ray's object store lives in shared memory."""
+    """Check shared memory, which holds Ray's object store."""
     if not path.is_dir():
         return Finding("shared memory", "warn", f"{path} does not exist", "mount a tmpfs there")
     free = shutil.disk_usage(path).free
@@ -334,7 +334,7 @@ def check_shm(path: Path) -> Finding:
 
 
 def check_transports() -> Finding:
-    """Which ways KV can take between workers of this machine; what is missing is no fault."""
+    """Report the transports that workers of this machine can use for KV; a missing one is not an error."""
     problems = {name: declared.problem for name, declared in KV_TRANSPORTS.items()}
     reasons = [f"{name}: {problem}" for name, problem in problems.items() if problem]
     usable = ", ".join(name for name, problem in problems.items() if not problem)
@@ -342,7 +342,7 @@ def check_transports() -> Finding:
 
 
 def check_ranks(status: admin_pb2.StatusReply) -> list[Finding]:
-    """The live workers of a deployment that are TP groups of ranks."""
+    """Report the live workers of a deployment that are TP groups."""
     return [
         Finding(f"ranks of {worker.state.worker_id}", "ok", ranks_cell(list(worker.state.rank_pids)))
         for worker in status.workers
@@ -351,7 +351,7 @@ def check_ranks(status: admin_pb2.StatusReply) -> list[Finding]:
 
 
 def check_prefill(status: admin_pb2.StatusReply) -> Iterator[Finding]:
-    """Whether decode workers do the prefill workers' work, because there are none."""
+    """Report whether decode workers compute all prompts, because there are no prefill workers."""
     if not status.local_prefill.only_way:
         return
     if not any(worker.state.role == "prefill" for worker in status.workers):
@@ -362,7 +362,7 @@ def check_prefill(status: admin_pb2.StatusReply) -> Iterator[Finding]:
 
 
 def check_silence(status: admin_pb2.StatusReply) -> Iterator[Finding]:
-    """Workers that say nothing, and were not drained: they are dead, hang, or are cut off."""
+    """Report workers that are silent and were not drained: they are dead, hang, or are cut off."""
     for worker in status.workers:
         if not worker.alive and not worker.draining:
             name = worker.state.worker_id
@@ -371,7 +371,7 @@ def check_silence(status: admin_pb2.StatusReply) -> Iterator[Finding]:
 
 
 def check_fitness(status: admin_pb2.StatusReply) -> Iterator[Finding]:
-    """Live workers that the router has found unable to serve."""
+    """Report live workers that the router has found unable to serve."""
     for worker in status.workers:
         if worker.unfit:
             name = worker.state.worker_id
@@ -382,7 +382,7 @@ def check_fitness(status: admin_pb2.StatusReply) -> Iterator[Finding]:
 
 
 def check_graphs(status: admin_pb2.StatusReply) -> list[Finding]:
-    """The CUDA graphs of live decode workers: what could not be captured is launched one by one, and slower."""
+    """Report the CUDA graphs of live decode workers; what was not captured is launched kernel by kernel, slower."""
     findings: list[Finding] = []
     for worker in status.workers:
         if not worker.alive or not worker.state.inventory.HasField("graphs"):
@@ -402,7 +402,7 @@ def check_graphs(status: admin_pb2.StatusReply) -> list[Finding]:
 
 
 def check_kv_dtype(status: admin_pb2.StatusReply) -> Iterator[Finding]:
-    """What live workers' KV pools hold; those that hold different things are not paired."""
+    """Compare the KV dtypes of live workers; workers with different ones are not paired."""
     found: dict[str, list[str]] = {}
     for worker in status.workers:
         if worker.alive and worker.state.kv_dtype:
@@ -415,7 +415,7 @@ def check_kv_dtype(status: admin_pb2.StatusReply) -> Iterator[Finding]:
 
 
 def check_staging(status: admin_pb2.StatusReply) -> Iterator[Finding]:
-    """What one hand-off by sockets can carry to each live decode worker that says so: those with pools on GPUs."""
+    """Report the longest hand-off by sockets to each live decode worker that states it: those with KV pools on GPUs."""
     for worker in status.workers:
         state, limit_len = worker.state, worker.state.inventory.max_handoff_len
         if not worker.alive or not limit_len:
@@ -429,12 +429,12 @@ def check_staging(status: admin_pb2.StatusReply) -> Iterator[Finding]:
 
 
 def check_compute(status: admin_pb2.StatusReply) -> list[Finding]:
-    """Live workers whose device could compute faster than it does."""
+    """Report live workers that compute slower than their device could."""
     return [Finding(name, "warn", detail, step) for name, detail, step in compute_problems(status)]
 
 
 def check_path(path: KvPath) -> Finding:
-    """One pair of workers of a deployment."""
+    """Report the KV path of one pair of workers."""
     name = f"KV {path.prefill} to {path.decode}"
     if path.is_broken:
         return Finding(name, "warn", path.why, "read the reasons; `--transport auto` takes whatever works")
@@ -442,7 +442,7 @@ def check_path(path: KvPath) -> Finding:
 
 
 def check_wire(wire: PairPath) -> Finding:
-    """One port of a deployment. What is in clear is no fault on one host, and one on a network."""
+    """Report one port of a deployment. Unencrypted traffic is fine within one host, and a warning on a network."""
     name, detail = f"wire {wire.name}", f"{wire.address}: {wire.detail}"
     if wire.is_encrypted is None:
         return Finding(name, "warn", detail, "run doctor where the port can be reached")
@@ -458,7 +458,7 @@ def check_wire(wire: PairPath) -> Finding:
 
 
 def check_numerics() -> Finding:
-    """Whether a row's result is independent of its batch on this machine."""
+    """Check whether a row's result is independent of its batch on this machine."""
     import torch
 
     from baton.kernels.selftest import check_invariance

@@ -1,7 +1,7 @@
-"""What of a deployment is encrypted, found out by knocking: `baton doctor --address` believes no configuration.
+"""Finds out which connections of a deployment are encrypted by probing the ports, whatever the configuration says.
 
-Each port is asked the way its clients ask: with a TLS handshake, or, where ZMQ listens, by its greeting. Whether a
-certificate is asked for shows in whether one without it is let in. Nothing is sent that any service would act on.
+Each port is contacted as its clients would: with a TLS handshake or, for ZMQ, by its greeting. To learn whether a port
+asks for a certificate, the probe connects without one. It sends nothing that a service would act on.
 """
 
 import hashlib
@@ -24,12 +24,13 @@ NO_DATA_PATH = "no data path works"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """One pair of workers.
+    """The KV path of one pair of workers.
 
     Attributes:
-        data_path: in use; empty if none works, or the two have not met.
-        has_met: they are connected; a prefill worker forgets a decode worker that it has not used for a few leases.
-        why: there is no data path, or no better one.
+        data_path: data path in use; empty if none works, or the two have not met.
+        has_met: whether they are connected; a prefill worker forgets a decode worker that it has not used for a few
+            leases.
+        why: reason why there is no data path, or no better one.
         gbps: measured; None if it was not.
         round_trip_ms: measured; None if it was not.
     """
@@ -46,11 +47,11 @@ class Path:
 
     @property
     def is_broken(self) -> bool:
-        """The two have met, and nothing can be pushed."""
+        """Whether the two have met, and nothing can be pushed."""
         return self.has_met and not self.data_path
 
     def cell(self) -> str:
-        """A cell of the table."""
+        """Cell of the table."""
         if not self.has_met:
             return "-"
         rate = "" if self.gbps is None else f" {self.gbps:.3g} GB/s"
@@ -59,7 +60,7 @@ class Path:
 
 
 def paths(status: admin_pb2.StatusReply) -> list[Path]:
-    """Every pair of a live prefill worker and a live decode worker."""
+    """List every pair of a live prefill worker and a live decode worker."""
     live = [worker.state for worker in status.workers if worker.alive]
     return [
         _path(prefill, decode)
@@ -88,12 +89,12 @@ def _path(prefill: worker_pb2.WorkerState, decode: worker_pb2.WorkerState) -> Pa
 
 
 def paths_data(found: list[Path]) -> list[dict[str, Any]]:
-    """For `--json`."""
+    """Build the `--json` form."""
     return [asdict(path) for path in found]
 
 
 def format_paths(found: list[Path]) -> str:
-    """The matrix, a line for each prefill worker, and under it why pairs have no better data path."""
+    """Format a matrix with a line per prefill worker, followed by the reasons why pairs have no better data path."""
     if not found:
         return "no pair of a live prefill and a live decode worker"
     decodes = list(dict.fromkeys(path.decode for path in found))
@@ -108,7 +109,7 @@ def format_paths(found: list[Path]) -> str:
 
 
 TIMEOUT_S = 2.0
-GRACE_S = 0.3  # within which a server without a certificate would have said so
+GRACE_S = 0.3  # a server that wants a certificate would have refused within this time
 _GREETING_BYTES = 64
 _MECHANISM = slice(12, 32)
 _IN_CLEAR = {b"NULL": "in clear, takes any peer", b"PLAIN": "in clear, asks for the deployment's secret"}
@@ -118,17 +119,17 @@ _H2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("0000000400000
 
 @dataclass(frozen=True, slots=True)
 class PairPath:
-    """One port.
+    """Result of probing one port.
 
     Attributes:
-        name: of whom.
+        name: owner of the port.
         address: HOST:PORT.
-        is_encrypted: None if there was no answer.
-        detail: how.
+        is_encrypted: whether it is encrypted; None if there was no answer.
+        detail: protocol and authentication, in words.
         fingerprint: SHA-256 of the certificate that was shown, in hex; empty if there is none.
-        expires_s: Unix time of its end, if it could be checked.
-        problem: with it; empty if there is none, or nothing to check it with.
-        roles: that it names; None if it could not be checked.
+        expires_s: Unix time when the certificate expires, if it could be checked.
+        problem: problem with the certificate; empty if there is none, or nothing to check it with.
+        roles: roles that the certificate names; None if it could not be checked.
     """
 
     name: str
@@ -142,14 +143,14 @@ class PairPath:
 
 
 def wires(address: str, status: admin_pb2.StatusReply, ca_file: str = "") -> Iterator[PairPath]:
-    """The port that was asked for `status`, and those of every live worker.
+    """Probe the port that returned `status`, and those of every live worker.
 
-    KV that stays on its host takes no wire, and what one-sided data paths use between hosts is not known here.
+    KV that stays on its host uses no network, and what one-sided data paths use between hosts cannot be probed here.
 
     Args:
-        address: of that port.
-        status: of the deployment.
-        ca_file: to check certificates with; names in them are not looked at.
+        address: address of that port.
+        status: status of the deployment.
+        ca_file: CA file to check certificates with; names in them are not checked.
     """
     yield probe_tls("router", address, ca_file)
     for worker in status.workers:
@@ -164,8 +165,8 @@ def wires(address: str, status: admin_pb2.StatusReply, ca_file: str = "") -> Ite
 
 
 def probe_tls(name: str, address: str, ca_file: str = "") -> PairPath:
-    """Whether a gRPC port is encrypted, how, and until when its certificate is good."""
-    context = _context(ssl.CERT_NONE)  # first it is asked how it speaks, not who it is
+    """Find out whether and how a gRPC port is encrypted, and until when its certificate is valid."""
+    context = _context(ssl.CERT_NONE)  # the first handshake asks for the protocol, not for the identity
     try:
         with _connect(address) as plain:
             try:
@@ -190,10 +191,10 @@ def probe_tls(name: str, address: str, ca_file: str = "") -> PairPath:
 
 
 def probe_zmq(name: str, address: str) -> PairPath:
-    """Whether a ZMQ port uses CURVE, by its greeting (ZMTP 3: bytes 12 to 32 name the mechanism)."""
+    """Find out from its greeting whether a ZMQ port uses CURVE (ZMTP 3: bytes 12 to 32 name the mechanism)."""
     try:
         with _connect(address) as connection:
-            connection.sendall(_ZMTP)  # and no mechanism: it would be refused before the other side's has been read
+            connection.sendall(_ZMTP)  # without a mechanism, which the peer would refuse before its own has been read
             greeting = b""
             while len(greeting) < _GREETING_BYTES and (more := connection.recv(_GREETING_BYTES - len(greeting))):
                 greeting += more
@@ -206,7 +207,7 @@ def probe_zmq(name: str, address: str) -> PairPath:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether nothing sent there leaves this host."""
+    """Return whether nothing sent to this address leaves this host."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -223,7 +224,7 @@ def _context(verify: ssl.VerifyMode, ca_file: str | None = None) -> ssl.SSLConte
 
 
 def _check(address: str, ca_file: str) -> tuple[float | None, str, tuple[str, ...] | None]:
-    """When the certificate expires, what is wrong with it, and the roles that it names."""
+    """Return when the certificate expires, what is wrong with it, and the roles that it names."""
     try:
         with _connect(address) as plain, _context(ssl.CERT_REQUIRED, ca_file).wrap_socket(plain) as connection:
             found: Any = connection.getpeercert()
@@ -243,7 +244,7 @@ def _connect(address: str) -> socket.socket:
 
 
 def _asks_for_certificate(connection: ssl.SSLSocket) -> str:
-    """With TLS 1.3 the handshake is over before the server has seen that there is no certificate."""
+    """Find out after the handshake: with TLS 1.3 it ends before the server sees that there is no certificate."""
     connection.sendall(_H2_PREFACE)
     connection.settimeout(GRACE_S)
     try:

@@ -1,1 +1,1 @@
-"""Ray beneath a deployment: sessions, actors, certificates."""
+"""The Ray layer of a deployment: sessions, actors, certificates."""

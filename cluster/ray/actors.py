@@ -1,6 +1,6 @@
-"""The Ray actor around a worker: loads the role's shell in the worker process and carries its errors out.
+"""The Ray actor around a worker: loads the role's shell in the worker process and transports its errors.
 
-The driver never imports a worker's code, so it stays free of torch. Ray is not imported here either: `deployment`
+The driver never imports a worker's code, so it does not import torch. Ray is not imported here either: `deployment`
 decorates these classes, and only a worker outside the driver's host asks Ray for its address.
 """
 
@@ -21,20 +21,20 @@ from baton.core.telemetry.logs import configure_logging
 from baton.worker.rank import RankPlace
 
 RankShell = Callable[[WorkerConfig, RankPlace], Any]
-# Each launch of a kernel lets go of Python's lock, and the thread that computes steps has to wait for it: Python's
-# 5 ms are a third of a step. One H200, 64 streams beside prompts: ITL p90 18 ms instead of 22.
+# Each kernel launch releases the GIL, and the thread that computes steps has to wait to get it back: Python's default
+# of 5 ms is a third of a step. One H200, 64 streams beside prompts: ITL p90 18 ms instead of 22.
 SWITCH_INTERVAL_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TPGroupPlace:
-    """How rank 0 starts the others.
+    """How rank 0 starts the other ranks.
 
     Attributes:
-        load_shell: of a rank; imports the worker's code.
-        num_gpus: of each rank.
-        environment: of its process.
-        name: of the actors, before the rank.
+        load_shell: loader of a rank's shell; imports the worker's code.
+        num_gpus: GPUs of each rank.
+        environment: environment of its process.
+        name: name of the actors, before the rank.
     """
 
     load_shell: Callable[[], RankShell]
@@ -44,21 +44,21 @@ class TPGroupPlace:
 
 
 def prefill_rank_shell() -> RankShell:
-    """The shell of a prefill rank; imports the worker's code."""
+    """Return the shell of a prefill rank; imports the worker's code."""
     from baton.prefill_worker.actor import PrefillRankShell
 
     return PrefillRankShell
 
 
 def decode_rank_shell() -> RankShell:
-    """The shell of a decode rank; imports the worker's code."""
+    """Return the shell of a decode rank; imports the worker's code."""
     from baton.decode_worker.actor import DecodeRankShell
 
     return DecodeRankShell
 
 
 class RankActor:
-    """Another rank than 0."""
+    """A rank other than 0."""
 
     def __init__(self, config: WorkerConfig, rank_place: RankPlace, load_shell: Callable[[], RankShell]) -> None:
 
@@ -70,12 +70,12 @@ class RankActor:
             raise marked(error) from error
 
     def pid(self) -> int:
-        """Process id; answers when the rank is loaded."""
+        """Return the process id; answers once the rank is loaded."""
         return int(self._shell.pid())
 
 
 class RayRanks:
-    """A `RankStarter`: in rank 0's process, its ranks as actors that it owns."""
+    """A `RankStarter` in rank 0's process: starts the other ranks as actors that it owns."""
 
     def __init__(self, config: WorkerConfig, place: TPGroupPlace) -> None:
         self._config = config
@@ -84,14 +84,14 @@ class RayRanks:
         self._asked: dict[Any, int] = {}
 
     def start(self, rank_place: RankPlace) -> None:
-        """Have an actor take this seat, in the bundle of its rank."""
+        """Start the actor of this rank, in the rank's bundle."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         group = ray.util.get_current_placement_group()
         assert group is not None, "rank 0 is placed in its worker's group"
         actor = ray.remote(RankActor).options(
-            # Of this incarnation: an actor of the last one may still hold its name for a moment.
+            # The epoch makes the name unique: an actor of the last incarnation may still hold its name for a moment.
             name=f"{self._place.name}-{rank_place.rank}-{rank_place.epoch:016x}",
             num_cpus=0,
             num_gpus=self._place.num_gpus,
@@ -106,7 +106,7 @@ class RayRanks:
         self._asked[handle.pid.remote()] = rank_place.rank
 
     def check(self) -> None:
-        """Look whether they could be started.
+        """Check whether the ranks could be started.
 
         Raises:
             BatonError: one of them could not.
@@ -129,9 +129,9 @@ class PlacementGroups:
     """The placement groups of a deployment's TP groups.
 
     Args:
-        ray: the module, connected.
-        name: of the deployment; before those of the groups.
-        is_detached: they outlive the driver, and the next one adopts them.
+        ray: connected ray module.
+        name: name of the deployment; prefix of the groups' names.
+        is_detached: whether they outlive the driver, so that the next one adopts them.
     """
 
     def __init__(self, ray: Any, name: str, *, is_detached: bool = False) -> None:
@@ -141,14 +141,14 @@ class PlacementGroups:
         self._groups: dict[str, Any] = {}
 
     def place(self, worker_id: str, bundles: Sequence[dict[str, float]], timeout_s: float) -> Any:
-        """The scheduling strategy of rank 0: the first bundle of a new group on one node.
+        """Make a group on one node, and return the scheduling strategy of rank 0: its first bundle.
 
         Raises:
             WorkerStartFailed: no node has room for it.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        group = self._groups.get(worker_id)  # of an incarnation before, if Ray has given the worker up
+        group = self._groups.get(worker_id)  # from an earlier incarnation, if Ray has given the worker up
         if group is None:
             group = self._ray.util.placement_group(
                 list(bundles), strategy="STRICT_PACK", name=f"{self._name}-{worker_id}", lifetime=self._lifetime
@@ -160,33 +160,33 @@ class PlacementGroups:
         return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
 
     def adopt(self, worker_id: str) -> None:
-        """Find the one that a driver before this one has made."""
+        """Find the group of a worker that a previous driver made."""
         self._groups[worker_id] = self._ray.util.get_placement_group(f"{self._name}-{worker_id}")
 
     def release(self, worker_id: str) -> None:
-        """Give the one of a worker back, if it has one."""
+        """Release a worker's group, if it has one."""
         group = self._groups.pop(worker_id, None)
         if group is not None:
             self._ray.util.remove_placement_group(group)
 
     def remove(self) -> None:
-        """Give all of them back."""
+        """Release all groups."""
         for group in self._groups.values():
             self._ray.util.remove_placement_group(group)
         self._groups.clear()
 
 
-NODE_ADDRESS = "<node>"  # a WorkerConfig.host that becomes the address of the node Ray placed the worker on
-SEE_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # "1": Ray leaves it to the worker which it sees
+NODE_ADDRESS = "<node>"  # WorkerConfig.host value that is replaced by the address of the worker's node
+SEE_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # "1": Ray does not restrict which GPUs the worker sees
 GPU_FILES = "nvidia[0-9]*"
 _MARK = "baton-error"
 
 
 class Shell(Protocol):
-    """A worker in this process, as the actor modules of the roles define it."""
+    """A worker in this process, as the roles' actor modules define it."""
 
     def ready(self) -> dict[str, object]:
-        """worker_id, address, kv_address, epoch, pid."""
+        """Identity: worker_id, address, kv_address, epoch, pid."""
         ...
 
     def pid(self) -> int:
@@ -198,35 +198,35 @@ class Shell(Protocol):
         ...
 
 
-# Called with the worker's config and, if it has several ranks, with the starter of the others.
+# Called with the worker's config and, if it has several ranks, with the starter of the other ranks.
 ShellLoader = Callable[[], Callable[..., Shell]]
 
 
 def prefill_shell() -> Callable[..., Shell]:
-    """The prefill role's shell; imports the worker's code."""
+    """Return the prefill role's shell; imports the worker's code."""
     from baton.prefill_worker.actor import PrefillActorShell
 
     return PrefillActorShell
 
 
 def decode_shell() -> Callable[..., Shell]:
-    """The decode role's shell; imports the worker's code."""
+    """Return the decode role's shell; imports the worker's code."""
     from baton.decode_worker.actor import DecodeActorShell
 
     return DecodeActorShell
 
 
 class WorkerActor:
-    """Serves when its constructor returns; a restarted one needs no call from the driver.
+    """The actor of a worker. It serves once its constructor returns; after a restart it needs no call from the driver.
 
-    Of a worker with several ranks it is rank 0, and starts the others as `tp_group` says.
+    For a worker with several ranks it is rank 0, and starts the others as `tp_group` says.
     """
 
     def __init__(self, config: WorkerConfig, load_shell: ShellLoader, tp_group: TPGroupPlace | None = None) -> None:
         config = prepare_process(config)
         try:
             shell = load_shell()
-            # Held as long as this actor lives: Ray ends actors that no process has a handle of.
+            # Held as long as this actor lives, because Ray ends actors that no process has a handle of.
             self._ranks = None if tp_group is None else RayRanks(config, tp_group)
             self._shell = shell(config) if self._ranks is None else shell(config, self._ranks)
             freeze_heap()
@@ -255,7 +255,7 @@ class DecodeActor(WorkerActor):
 
 
 def prepare_process(config: WorkerConfig) -> WorkerConfig:
-    """What holds for every actor, before its code is imported: addresses and devices of its node."""
+    """Prepare an actor's process before its code is imported: logging, and addresses and devices of its node."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logging(config.telemetry.log_format, {"worker_id": config.worker_id})
     if config.host == NODE_ADDRESS:
@@ -266,18 +266,18 @@ def prepare_process(config: WorkerConfig) -> WorkerConfig:
 
 
 def freeze_heap() -> None:
-    """Take what a started worker consists of from the garbage collector: a full collection of it takes 0.1 s."""
+    """Exempt a started worker's objects from garbage collection, because a full collection of them takes 0.1 s."""
     gc.collect()
     gc.freeze()
 
 
 def marked(error: BatonError) -> RuntimeError:
-    """Ray passes on the text of an error raised in a constructor, not the error; `error_from_ray` reads this one."""
+    """Encode an error as text for `error_from_ray`, because Ray passes on only the text of a constructor's error."""
     return RuntimeError(f"{_MARK} {error.to_wire()}")
 
 
 def _see_all_gpus() -> None:
-    """Make this worker's GPU the first, and see the others of the host, whose memory it may write. Before torch."""
+    """Make this worker's GPU the first, and keep the host's others visible for KV writes; call before importing torch."""
     import ray
 
     own = [str(gpu) for gpu in ray.get_gpu_ids()]
@@ -295,7 +295,7 @@ def _node_address() -> str:
 
 
 def error_from_ray(text: str) -> BatonError | str:
-    """What a worker said when it failed to start: its own error if it was one of ours, else Ray's last line."""
+    """Return the error of a worker that failed to start, if it is one of ours, else the last line of Ray's message."""
     for found in re.findall(rf"{_MARK} (\{{.*\}})\s*$", text, flags=re.MULTILINE):
         try:
             json.loads(found)

@@ -1,8 +1,8 @@
-"""Certificates of Ray's ports. With them a stranger does not reach what Ray runs before it looks at a token.
+"""Certificates for Ray's ports, which keep strangers from code that Ray runs before it checks a token.
 
-With `RAY_USE_TLS=1` every gRPC server of Ray shows a certificate and asks callers for one of the same authority. A
+With `RAY_USE_TLS=1` every gRPC server of Ray shows a certificate and requires one of the same authority from callers. A
 private Ray has one certificate, made at each start. A cluster has an authority beside its token, from which every host
-makes its own certificate before it starts Ray:
+gets its own certificate before it starts Ray:
 
     python -m baton.cluster.ray.certificates make DIR            ray_token, ray_ca.pem and ray_ca.key, once
     python -m baton.cluster.ray.certificates issue DIR INTO      cert.pem, key.pem and ca.pem of this host
@@ -27,7 +27,7 @@ from cryptography.x509.oid import NameOID
 
 from baton.core.errors import BatonError, ConfigInvalid
 
-VALID_DAYS: Final = 3650  # longer than any Ray runs: it does not read its files again
+VALID_DAYS: Final = 3650  # longer than any Ray runs, because Ray does not reload its files
 CLOCK_SKEW: Final = datetime.timedelta(days=1)
 TOKEN_FILE, CA_FILE, CA_KEY_FILE = "ray_token", "ray_ca.pem", "ray_ca.key"
 TLS_VARIABLES: Final = ("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
@@ -35,10 +35,10 @@ EXIT_PRECONDITION: Final = 3
 
 
 def private_settings(folder: Path, address: str) -> dict[str, str]:
-    """Make the one certificate of a private Ray; the key is for this account alone, and no authority remains.
+    """Make the one certificate of a private Ray; only this account can read its key, and no authority remains.
 
     Returns:
-        The environment that Ray takes it from.
+        Environment variables that point Ray to it.
     """
     folder.mkdir(mode=0o700)
     key = _new_key()
@@ -49,7 +49,7 @@ def private_settings(folder: Path, address: str) -> dict[str, str]:
 
 
 def settings_of(cert: Path, key: Path, ca: Path) -> dict[str, str]:
-    """The environment that Ray takes these files from."""
+    """Return environment variables that point Ray to these files."""
     return dict(zip(TLS_VARIABLES, ("1", str(cert), str(key), str(ca)), strict=True))
 
 
@@ -57,7 +57,7 @@ def make(folder: Path) -> None:
     """Make the secrets of a cluster: its token and its authority.
 
     Raises:
-        ConfigInvalid: the folder has some already; they are never replaced.
+        ConfigInvalid: the folder already has some; they are never replaced.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (TOKEN_FILE, CA_FILE, CA_KEY_FILE):
@@ -71,12 +71,12 @@ def make(folder: Path) -> None:
 
 
 def issue(folder: Path, into: Path, addresses: Iterable[str] = ()) -> None:
-    """Make the certificate of this host, for all its addresses and names; an earlier one is replaced.
+    """Make the certificate of this host, for all its addresses and names; it replaces an earlier one.
 
     Args:
-        folder: what `make` filled.
-        into: where the files go.
-        addresses: more of them, if others reach this host by ones that it does not see.
+        folder: folder that `make` filled.
+        into: folder for the files.
+        addresses: further addresses, if others reach this host by some that it does not see.
 
     Raises:
         ConfigInvalid: there is no such authority, or it cannot be read.
@@ -85,7 +85,7 @@ def issue(folder: Path, into: Path, addresses: Iterable[str] = ()) -> None:
         authority = x509.load_pem_x509_certificate((folder / CA_FILE).read_bytes())
         ca_key = serialization.load_pem_private_key((folder / CA_KEY_FILE).read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
-        # Of an error of the library only the kind: it may quote what it read.
+        # Only the type of a library error, whose message may quote the file.
         why = error if isinstance(error, OSError) else type(error).__name__
         raise ConfigInvalid(f"{folder} has no authority for Ray's certificates ({why}): make one") from error
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != authority.public_key():
@@ -99,7 +99,7 @@ def issue(folder: Path, into: Path, addresses: Iterable[str] = ()) -> None:
 
 
 def own_addresses() -> list[str]:
-    """Names and addresses of this host."""
+    """Return names and addresses of this host."""
     found = ["localhost", socket.gethostname()]
     for addresses in psutil.net_if_addrs().values():
         inet = (socket.AF_INET, socket.AF_INET6)
@@ -122,7 +122,7 @@ def _signed(
     ca_key: ec.EllipticCurvePrivateKey,
     addresses: Iterable[str],
 ) -> x509.Certificate:
-    """A certificate; without an authority it is its own."""
+    """Sign a certificate; without an authority it is self-signed."""
     now = datetime.datetime.now(datetime.UTC)
     builder = (
         x509.CertificateBuilder()
@@ -154,7 +154,7 @@ def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """For this account alone, and whole at once."""
+    """Write a file atomically, readable by this account only."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(data)
@@ -162,7 +162,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def main() -> int:
-    """Make, or issue."""
+    """Make a cluster's secrets, or issue a certificate."""
     parser = argparse.ArgumentParser(prog="python -m baton.cluster.ray.certificates")
     steps = parser.add_subparsers(required=True, dest="step")
     steps.add_parser("make", help="the token and the authority of a cluster").add_argument("folder", type=Path)

@@ -1,8 +1,8 @@
-"""The workers of a deployment as Ray actors: started, found again, scaled, watched, revived, ended.
+"""The workers of a deployment as Ray actors: started, adopted, scaled, watched, restarted, ended.
 
-A private Ray's actors belong to the driver and end with it. In a cluster they are detached and named, so that they live
-on without a driver, and without a head; the next driver adopts them by name. Who carries requests, and who is routed
-to, is the router's business.
+A private Ray's actors belong to the driver and end with it. In a cluster they are detached and named, so that they
+survive without a driver and without a head; the next driver adopts them by name. This module handles no requests and no
+routing, which are the router's.
 """
 
 import logging
@@ -33,9 +33,9 @@ from baton.core.errors import BatonError, WorkerStartFailed
 from baton.core.inside import DeploymentSecret, worker_name
 from baton.core.kv_transports import sender_environment
 
-MAX_RESTARTS = 3  # by Ray itself, of one actor
+MAX_RESTARTS = 3  # restarts of one actor by Ray itself
 SHUTDOWN_CALL_S = 2.0
-BUNDLE_CPUS = 0.01  # of a rank's bundle where there are no GPUs
+BUNDLE_CPUS = 0.01  # CPUs of a rank's bundle where there are no GPUs
 
 WORKER_NAME = re.compile("(prefill|decode)-[0-9]+")  # ranks other than 0 have longer ones
 
@@ -44,12 +44,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class CrewRoster:
-    """What the next driver must know of a crew, to go on with it.
+    """What the next driver must know about a crew to take over.
 
     Attributes:
-        roles: by worker id.
+        roles: role by worker id.
         placed_by: roles that are resources of nodes.
-        per_gpu: workers that share one.
+        per_gpu: number of workers that share a GPU.
     """
 
     roles: dict[str, str]
@@ -57,7 +57,7 @@ class CrewRoster:
     per_gpu: int
 
     def as_data(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it as JSON-able data."""
         return asdict(self)
 
 
@@ -66,14 +66,14 @@ class CrewPlan:
     """What workers are started with.
 
     Attributes:
-        config: of the deployment.
-        model: resolved.
-        device: resolved.
-        name: of the deployment; before those of actors.
-        router_address: where heartbeats go.
-        secret: of the deployment; workers get keys made from it.
-        shells, rank_shells: by role.
-        max_restarts: by Ray, of one actor.
+        config: configuration of the deployment.
+        model: resolved model directory.
+        device: resolved device.
+        name: name of the deployment; prefix of actor names.
+        router_address: destination of heartbeats.
+        secret: secret of the deployment, from which workers' keys are derived.
+        shells, rank_shells: loaders of the worker code by role.
+        max_restarts: restarts of one actor by Ray.
     """
 
     config: ServeConfig
@@ -88,11 +88,11 @@ class CrewPlan:
 
 
 class Crew:
-    """All workers of one deployment, from one driver's sight.
+    """All workers of one deployment, as one driver sees them.
 
     Args:
-        session: the driver's.
-        plan: what they are started with.
+        session: Ray session of the driver.
+        plan: what workers are started with.
     """
 
     def __init__(self, session: RaySession, plan: CrewPlan) -> None:
@@ -112,20 +112,20 @@ class Crew:
 
     @property
     def names(self) -> list[str]:
-        """Of the workers that there are."""
+        """Ids of the existing workers."""
         return list(self._actors)
 
     @property
     def roster(self) -> CrewRoster:
-        """To be handed to the next driver."""
+        """Roster to hand over to the next driver."""
         assert self._scaling is not None
         return CrewRoster(roles=dict(self._scaling.roles), placed_by=self._placed_by, per_gpu=self._per_gpu)
 
     def start(self) -> None:
         """Begin to start every worker; see `wait_ready`.
 
-        In a cluster, those that a `baton serve` of this configuration has left when it was killed are adopted: they
-        report to this router's address already.
+        In a cluster, workers that a killed `baton serve` of this configuration has left are adopted: they already
+        report to this router's address.
         """
         ids = worker_ids(self._plan.config) | self._left_behind()
         self._placed_by = [role for role in ("prefill", "decode") if self._session.resources.get(role, 0) >= 1]
@@ -136,7 +136,7 @@ class Crew:
         self._follow(ids)
 
     def adopt(self, roster: CrewRoster) -> list[str]:
-        """Find the workers of a driver before this one; those that are gone are started. Returns the names found."""
+        """Adopt the workers of a previous driver, and start those that are gone. Returns the names found."""
         self._placed_by, self._per_gpu = list(roster.placed_by), roster.per_gpu
         found = []
         for worker_id, role in roster.roles.items():
@@ -158,7 +158,7 @@ class Crew:
         return True
 
     def _left_behind(self) -> dict[str, str]:
-        """Roles of workers that live in this deployment's namespace; a size that operators asked for among them."""
+        """Roles of workers that live in this deployment's namespace, including workers that operators scaled up to."""
         if not self._is_detached:
             return {}
         start = self._actor_name("")
@@ -181,12 +181,12 @@ class Crew:
         """Wait until every worker serves.
 
         Args:
-            deadline_s: of `time.monotonic`.
-            on_ready: told what each says of itself.
-            check: called now and then; may raise.
+            deadline_s: deadline of `time.monotonic`.
+            on_ready: called with each worker's id and its report.
+            check: called regularly; may raise.
 
         Raises:
-            WorkerStartFailed: one does not.
+            WorkerStartFailed: a worker does not start.
         """
         pending = {actor.ready.remote(): worker_id for worker_id, actor in self._actors.items()}
         while pending:
@@ -212,10 +212,10 @@ class Crew:
             raise WorkerStartFailed(f"{worker_id} did not start: {cause}", **fields) from error
 
     def check(self) -> bool:
-        """Go on with what was asked of its size, and start again who died; returns whether there are other actors.
+        """Continue scaling, and restart dead workers; return whether the actors changed. Never waits for a worker.
 
         Raises:
-            WorkerLost: every worker of a role is dead for good. Never waits for one.
+            WorkerLost: every worker of a role is dead for good.
         """
         assert self._scaling is not None
         revived = [name for name in self._restarts.due() if self._revive(name)]
@@ -227,7 +227,7 @@ class Crew:
         return is_changed
 
     def _died(self, worker_id: str, why: str) -> bool:
-        """Ray has given a worker up; returns whether we have, too."""
+        """Handle a worker that Ray has given up; return whether it will be restarted."""
         if not self._restarts.died(worker_id):
             return False
         _logger.warning("%s is dead, and will be started again: %s", worker_id, why)
@@ -247,7 +247,7 @@ class Crew:
         return True
 
     def call_pid(self, worker_id: str, deadline_s: float) -> int:
-        """Process id of a worker's present incarnation; waits for one that Ray is restarting."""
+        """Process id of a worker's current incarnation; waits for one that Ray is restarting."""
         while True:
             try:
                 left_s = max(0.1, deadline_s - time.monotonic())
@@ -258,7 +258,7 @@ class Crew:
                 time.sleep(0.05)
 
     def end(self) -> None:
-        """End all of them."""
+        """End all workers."""
         if not self._ray.is_initialized():
             return
         calls = [actor.shutdown.remote() for actor in self._actors.values()]
@@ -301,7 +301,7 @@ class Crew:
             self._actors[worker_id] = actor.options(**options).remote(worker, shell)
 
     def _workers_per_gpu(self, ids: Mapping[str, str]) -> int:
-        """On one host workers may share a GPU, and then its memory; ranks of one worker may not."""
+        """Number of workers per GPU: on one host workers may share a GPU, but ranks of one worker may not."""
         num_gpus = int(self._session.resources.get("GPU", 0))
         num_ranks = sum(tp_size(self._plan.config, role) for role in ids.values())
         has_tp_groups = num_ranks > len(ids)
@@ -311,7 +311,7 @@ class Crew:
         return -(-len(ids) // num_gpus) if not has_tp_groups else 1
 
     def _place_tp_group(self, worker_id: str, role: str, size: int, options: dict[str, Any]) -> TPGroupPlace:
-        """Reserve room for all ranks on one node, and put rank 0's `options` there."""
+        """Reserve room for all ranks on one node, and place rank 0's `options` there."""
         num_gpus = options["num_gpus"]
         # A bundle must hold something; on a CPU it only ties the ranks to a node.
         bundle = {"GPU": num_gpus} if num_gpus else {"CPU": BUNDLE_CPUS}
@@ -329,7 +329,7 @@ class Crew:
         config = self._plan.config
         threads = str(config.worker_threads)
         environment = {
-            "OMP_NUM_THREADS": threads,  # Ray would set it from num_cpus
+            "OMP_NUM_THREADS": threads,  # otherwise Ray sets it from num_cpus
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
             "NCCL_NVLS_ENABLE": "0",
@@ -339,7 +339,7 @@ class Crew:
             environment |= sender_environment(config.transport)
         name = self._actor_name(worker_id)
         if self._num_revived and not self._is_detached:
-            name += f"-{self._num_revived}"  # Ray keeps the name of one that is dead as long as its driver lives
+            name += f"-{self._num_revived}"  # Ray keeps a dead actor's name as long as its driver lives
         return {
             "name": name,
             "lifetime": "detached" if self._is_detached else None,

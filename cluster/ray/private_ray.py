@@ -1,9 +1,9 @@
-"""What a private Ray lets in: this process's certificate and token, on loopback, and nothing else.
+"""Restricts a private Ray to this process's certificate and token, on loopback.
 
-Ray's own settings are read from the environment, once a process, and by every process that it starts. They hold while
-a private Ray is started and are taken back after, so that neither another Ray of this process nor other children of
-it see them. The token is never in a command line and never in a file; the certificate's key is in a file that only
-this account reads, because Ray takes it from nowhere else.
+Ray reads its settings from the environment, once per process, and so does every process that it starts. They are set
+while a private Ray starts and reset afterwards, so that neither another Ray of this process nor other children of it
+see them. The token is never in a command line and never in a file; the certificate's key is in a file that only this
+account can read, because Ray accepts it in no other way.
 """
 
 import importlib
@@ -21,32 +21,32 @@ LOOPBACK: Final = "127.0.0.1"
 TOKEN_VARIABLES: Final = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 SETTINGS: Final[Mapping[str, str]] = {
     "RAY_AUTH_MODE": "token",
-    # Of what knows no token: the metrics of Ray's agents, and of its autoscaler, which has no switch but takes no such
+    # These ports do not know tokens: metrics of Ray's agents, and of its autoscaler, which has no switch, but takes no such
     # port, says so in its log, and goes on.
     "RAY_enable_metrics_collection": "0",
     "AUTOSCALER_METRIC_PORT": "-1",
-    "RAY_worker_niceness": "0",  # Ray's default is 15: behind whatever else the host does
+    "RAY_worker_niceness": "0",  # Ray's default is 15, a lower priority than anything else on the host
 }
 
 
 @contextmanager
 def closed_doors(token: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """What `ray.init(address="local")` is called in; yields more of its options.
+    """Prepare the environment for `ray.init(address="local")`; yields further options for it.
 
-    Files that Ray's processes write are readable by this account alone. Each has a process group of its own: a signal
-    for this process's group (`timeout`, a shell's `kill %1`) is for this process, which lets streams finish first. The
-    token stays known to Ray in this process until `read_settings` is called after the end of it.
+    Files that Ray's processes write are readable by this account only. Each process has a process group of its own: a
+    signal for this process's group (`timeout`, a shell's `kill %1`) reaches only this process, which lets streams
+    finish first. The token stays known to Ray in this process until `read_settings` is called afterwards.
 
     Args:
-        token: of this Ray; random.
-        folder: for its certificate, made here. It has to stay as long as Ray runs.
+        token: token of this Ray; random.
+        folder: folder for its certificate, created here. It must exist as long as Ray runs.
     """
     certificate = ray_certificates.private_settings(folder, LOOPBACK)
     settings = {**SETTINGS, **certificate, "RAY_AUTH_TOKEN": token}
     before = {name: os.environ.get(name) for name in (*settings, *TOKEN_VARIABLES)}
     os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
     os.environ.update(settings)
-    # Otherwise Ray takes a loopback address for an oversight, and listens on every interface.
+    # Otherwise Ray treats a loopback address as a mistake, and listens on every interface.
     constants: Any = importlib.import_module("ray._private.ray_constants")
     is_cluster = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False
@@ -69,7 +69,7 @@ def closed_doors(token: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_settings() -> bool:
-    """Have Ray read the environment again: it keeps settings and token from when it first needed them.
+    """Make Ray read the environment again; it caches settings and token on first use.
 
     Returns:
         Whether it has the token that it needs.
@@ -82,7 +82,7 @@ def read_settings() -> bool:
 
 
 def token_header() -> tuple[tuple[str, str], ...]:
-    """The environment's token as Ray's calls carry it; empty if it says that none is asked for."""
+    """Return the environment's token as Ray's calls carry it; empty if the environment says that none is required."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         return ()
     raylet: Any = importlib.import_module("ray._raylet")

@@ -1,4 +1,4 @@
-"""When a worker that Ray has given up is started again: soon at first, then ever later, and so often only. Pure."""
+"""Decides when to restart a worker that Ray has given up: soon at first, then later, and a limited number of times."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,13 +11,13 @@ MAX_WAIT_S: Final = 30.0
 
 
 class Restarts:
-    """Of the workers of one deployment.
+    """Restarts of the workers of one deployment.
 
     Args:
-        now_s: a monotonic clock.
-        max_starts: of one worker within the window; one that needs more is given up.
-        window_s: what is longer ago is forgotten.
-        first_wait_s, max_wait_s: before the first start within the window, and before any.
+        now_s: monotonic clock.
+        max_starts: restarts of one worker within the window; one that needs more is given up.
+        window_s: length of the window; older restarts are forgotten.
+        first_wait_s, max_wait_s: wait before the first restart within the window, and upper bound of any wait.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Restarts:
         self._due_s: dict[str, float] = {}
 
     def died(self, worker_id: str) -> bool:
-        """A worker is dead for good; returns whether it will be started again. Told twice of a death, it counts one."""
+        """Record that a worker is dead for good; return whether it will be restarted. A repeated report is ignored."""
         if worker_id in self._due_s:
             return True
         now_s = self._now_s()
@@ -53,7 +53,7 @@ class Restarts:
         return True
 
     def due(self) -> list[str]:
-        """Those whose time has come; each is named once."""
+        """Workers whose restart is due; each is returned once."""
         now_s = self._now_s()
         names = sorted(name for name, due_s in self._due_s.items() if due_s <= now_s)
         for name in names:
@@ -61,6 +61,6 @@ class Restarts:
         return names
 
     def forget(self, worker_id: str) -> None:
-        """A worker is wanted no more."""
+        """Forget a worker that is no longer wanted."""
         self._starts.pop(worker_id, None)
         self._due_s.pop(worker_id, None)

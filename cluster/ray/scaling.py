@@ -1,7 +1,7 @@
-"""Following what operators ask of a deployment's size: one worker at a time, added first, drained before it ends.
+"""Follows the desired size of a deployment: one worker at a time, added first, drained before it ends.
 
-The router keeps the desired size; the process that started the workers reads it now and then, and alone starts and ends
-them. A worker that does not start is given up, and not tried again until the desired size changes.
+The router stores the desired size. The process that started the workers polls it, and only that process starts and ends
+workers. A worker that does not start is given up, and not tried again until the desired size changes.
 """
 
 import logging
@@ -32,11 +32,11 @@ class Move:
 
 
 def next_move(wanted: Mapping[str, int], roles: Mapping[str, str]) -> Move | None:
-    """What brings the workers that there are nearer to those that are wanted; None if nothing does.
+    """Return the next move from the existing workers towards the desired ones; None if there is nothing to do.
 
     Args:
-        wanted: number of workers by role.
-        roles: role by worker id, of those there are.
+        wanted: desired number of workers by role.
+        roles: role of each existing worker, by worker id.
     """
     names = {role: sorted(_numbers(roles, role)) for role in wanted}
     for role, number in wanted.items():
@@ -54,15 +54,15 @@ def _numbers(roles: Mapping[str, str], role: str) -> list[int]:
 
 
 class Scaling:
-    """The workers of one deployment.
+    """Scales the workers of one deployment.
 
     Args:
-        ray: the module, connected.
-        address: of the router.
-        actors: handle by worker id; those started and ended are put in and taken out.
-        roles: role of each, by worker id.
-        start: starts a worker of a name and a role, and puts it into `actors`.
-        release: gives back what was reserved for a worker.
+        ray: connected ray module.
+        address: address of the router.
+        actors: handle by worker id; `Scaling` adds started workers and removes ended ones.
+        roles: role of each worker, by worker id.
+        start: function that starts a worker of a name and a role, and puts it into `actors`.
+        release: function that releases what was reserved for a worker.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Scaling:
         self._actors = actors
         self._start = start
         self._release = release
-        self._starting: tuple[str, Any, float] | None = None  # worker id, its answer, deadline
+        self._starting: tuple[str, Any, float] | None = None  # worker id, its `ready` call, deadline
         self._ending = ""
         self._given_up: dict[str, int] | None = None
 
     def step(self) -> bool:
-        """Look, and go on with one thing; returns whether there are other actors than before."""
+        """Make progress with one move, if there is one; return whether the set of actors changed."""
         try:
             status = fetch_status(self._address, timeout_s=STATUS_TIMEOUT_S)
             if self._starting is not None:
@@ -93,7 +93,7 @@ class Scaling:
             if self._ending:
                 return self._go_on_ending(status)
             return self._begin(status)
-        except BatonError as error:  # the router is busy or being restarted; there is another look
+        except BatonError as error:  # the router is busy or restarting; the next step looks again
             _logger.debug("the size of the deployment is not looked at: %s", error.message)
             return False
 
@@ -136,7 +136,7 @@ class Scaling:
         worker_id = self._ending
         worker = next((worker for worker in status.workers if worker.state.worker_id == worker_id), None)
         if worker is not None and worker.alive:
-            if not worker.draining:  # or it is in another incarnation than the one that was drained
+            if not worker.draining:  # not yet, or a new incarnation, which was not drained
                 operate.drain(self._address, worker_id)
                 return False
             if worker.num_streams:

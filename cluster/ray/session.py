@@ -1,4 +1,4 @@
-"""Connecting to Ray, or starting a private one: versions, environment and ends are decided here."""
+"""Connects to Ray or starts a private one; checks versions, prepares the environment, and ends what it started."""
 
 import importlib
 import logging
@@ -21,15 +21,15 @@ from baton.cluster.ray.private_ray import closed_doors, read_settings, token_hea
 from baton.core.errors import RayAccessRefused, RayLost, RayUnavailable, RayVersionMismatch
 
 TESTED_RAY = "2.60.0"
-OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's minimum is 75 MiB
+OBJECT_STORE_BYTES = 80 << 20  # Baton sends nothing through it; Ray's minimum is 75 MiB
 CONNECT_TIMEOUT_S = 5.0
-MAX_STARTS = 3  # of a private Ray, whose head has been seen to hang as it started, without a word
-MAX_SAID_LEN = 500  # the rest is advice, or a traceback, and in Ray's logs
+MAX_STARTS = 3  # attempts to start a private Ray, whose head has been seen to hang silently at start
+MAX_SAID_LEN = 500  # the rest is advice or a traceback, which Ray's logs have
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 VITAL = ("gcs_server", "raylet")
 _HANGS = ("Timed out waiting for file", "timed out during startup")
 _logger = logging.getLogger(__name__)
-TOKEN_CODES = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)  # `ray.init` says what it wants
+TOKEN_CODES = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)  # `ray.init` reports what is missing
 NO_TOKEN = "a Ray cluster asks for its token: say RAY_AUTH_TOKEN_PATH=FILE, as where it was started"
 TLS_WANTED = "RAY_USE_TLS=1 with RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT, as where it was started"
 ACCEPT_OPEN = "accept one that is open to all with RAY_AUTH_MODE=disabled"
@@ -38,9 +38,10 @@ CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request is a 
 
 
 def prepare_environment() -> None:
-    """Say explicitly what Ray would otherwise decide by what it finds: a cluster asks for its token.
+    """Set explicitly what Ray would otherwise infer: that a cluster requires its token.
 
-    Unset, a client would take a cluster without one as well. A private Ray has a token of its own (`private_ray`).
+    Without this setting a client would also accept a cluster without a token. A private Ray has a token of its own
+    (`private_ray`).
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     _prepare_any()
@@ -48,12 +49,12 @@ def prepare_environment() -> None:
 
 def _prepare_any() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # What Ray will do by default soon; without it every start prints a warning.
+    # Ray's future default; without it every start prints a warning.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def import_ray() -> ModuleType:
-    """The ray module, in the version Baton is tested with.
+    """Import ray, in the version that Baton is tested with.
 
     Raises:
         RayUnavailable: it is not installed, or cannot be loaded.
@@ -71,11 +72,11 @@ def import_ray() -> ModuleType:
 
 
 def say_as_log(data: Mapping[str, Any], ignore_prefix: bool) -> None:
-    """What Ray tells its driver, as lines of our log. Ray itself would print it on stdout, in colours.
+    """Log what Ray tells its driver. Ray itself would print it on stdout, in colours.
 
     Args:
-        data: its messages are `lines`.
-        ignore_prefix: of Ray's print.
+        data: Ray's messages, in `lines`.
+        ignore_prefix: argument of Ray's print function.
     """
     for message in data["lines"]:
         text = " ".join(_COLOURS.sub("", str(message)).split())
@@ -87,23 +88,23 @@ class RaySession:
 
     Args:
         address: `local` starts a private Ray; `auto` or HOST:PORT joins a running one.
-        namespace: of the actors.
-        temp_dir: where a private Ray keeps its sockets and logs; short, because socket paths are. Its certificate is in
-            a folder beside it, which is made, and is the caller's to remove.
-        num_gpus: GPUs a private Ray offers; None counts them.
+        namespace: namespace of the actors.
+        temp_dir: folder for a private Ray's sockets and logs; short, because socket paths are limited. Its certificate
+            goes to a new folder beside it, which the caller removes.
+        num_gpus: GPUs that a private Ray offers; None: counted.
 
     Raises:
-        RayAccessRefused: the environment has no token or certificate of the cluster's.
-        RayUnavailable: not installed, no cluster answers, or one that is open to all.
+        RayAccessRefused: the environment lacks the cluster's token or certificate.
+        RayUnavailable: Ray is not installed, no cluster answers, or the cluster is open to all.
         RayVersionMismatch: this version, or the cluster's, is not the tested one.
     """
 
     def __init__(self, address: str, *, namespace: str, temp_dir: Path, num_gpus: int | None) -> None:
         self.is_private = address == "local"
         _prepare_any() if self.is_private else prepare_environment()
-        # Whose end Ray takes for its raylet's, once it has lost that: unset, that of the parent, so under a parent of
-        # pid 1 (systemd, a container's init) Ray would end this process without a word. Read when Ray is imported; a
-        # raylet tells its workers its own.
+        # The process whose end Ray equates with its raylet's, once it has lost that. Unset, it is the parent, so under a
+        # parent of pid 1 (systemd, a container's init) Ray would end this process silently. Read when Ray is imported; a
+        # raylet sets its own pid for its workers.
         os.environ[RAYLET_PID] = str(os.getpid())
         self.ray: Any = import_ray()
         importlib.import_module("ray._private.worker").print_to_stdstream = say_as_log  # type: ignore[attr-defined]
@@ -115,7 +116,7 @@ class RaySession:
                 "num_cpus": os.cpu_count() or 1,
                 "num_gpus": num_gpus,
                 "object_store_memory": OBJECT_STORE_BYTES,
-                # Idle workers started in advance would only delay ours.
+                # Idle workers that are started in advance would only delay Baton's.
                 "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
             }
             certificate = temp_dir.with_name(f"{temp_dir.name}_tls")  # Ray opens its own folder to all
@@ -146,7 +147,7 @@ class RaySession:
             if "ersion mismatch" in str(error):
                 raise RayVersionMismatch(f"the cluster at {address}: {error}", tested=TESTED_RAY) from error
             raise RayUnavailable(f"Ray did not start: {error}", address=address) from error
-        except SystemExit as error:  # from the SIGTERM handler that ray.init installs
+        except SystemExit as error:  # raised by the SIGTERM handler that ray.init installs
             raise KeyboardInterrupt from error
         finally:
             if in_main_thread:
@@ -168,42 +169,42 @@ class RaySession:
 
     @property
     def node_ip(self) -> str:
-        """This host's address, as Ray sees it."""
+        """Address of this host, as Ray sees it."""
         return str(self.ray.util.get_node_ip_address())
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the head, also where `auto` was given: a head that is gone is not found by itself."""
+        """HOST:PORT of the head, resolved even if `auto` was given, because a lost head is not found again by `auto`."""
         return str(self.ray.get_runtime_context().gcs_address)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that are alive."""
+        """Number of nodes that are alive."""
         return sum(1 for node in self.ray.nodes() if node["Alive"])
 
     def pid_of(self, actor: Any) -> int | None:
-        """Process id, on its node, of an actor that Ray holds for alive."""
+        """Return the process id, on its node, of an actor that Ray considers alive."""
         from ray._private import state  # `ray.util.state` needs the dashboard, which a head may not have
 
         found: dict[str, Any] = state.actors(actor_id=actor._actor_id.hex())
         return int(found["Pid"]) if found.get("State") == "ALIVE" else None
 
     def pids(self) -> dict[int, str]:
-        """Of a private Ray's processes without which no worker lives long: what each is."""
+        """Process ids and kinds of a private Ray's vital processes, without which no worker lives long."""
         node = self.ray._private.worker._global_node if self.is_private else None
         if node is None:
             return {}
         return {one.process.pid: kind for kind in VITAL for one in node.all_processes.get(kind, ())}
 
     def lost(self) -> dict[int, str]:
-        """Those of them that have ended."""
+        """Vital processes that have ended."""
         return {pid: kind for pid, kind in self.pids().items() if not is_alive(pid)}
 
     def check(self) -> None:
-        """Check that a private Ray is whole.
+        """Check that a private Ray is complete.
 
         Raises:
-            RayLost: one of its processes has ended; nothing mends it.
+            RayLost: one of its vital processes has ended; that cannot be repaired.
         """
         for pid, kind in self.lost().items():
             message = (
@@ -213,13 +214,13 @@ class RaySession:
             raise RayLost(message, process=kind, pid=pid)
 
     def close(self) -> None:
-        """Leave the cluster; a private one ends with it, and its token is forgotten."""
+        """Leave the cluster; a private Ray ends with that, and its token is forgotten."""
         self.ray.shutdown()
         read_settings()
 
 
 def _end_half_begun(error: BaseException) -> None:
-    """End the processes of a node that failed to start: only the frames of its error still know it."""
+    """End the processes of a node that failed to start, which only the frames of its error still refer to."""
     trace = error.__traceback__
     while trace is not None:
         node: Any = trace.tb_frame.f_locals.get("self")
@@ -230,11 +231,11 @@ def _end_half_begun(error: BaseException) -> None:
 
 
 def require_ray(address: str) -> None:
-    """Ask for a sign of life first: `ray.init` waits a minute, deaf to signals, for whatever else listens there.
+    """Check that Ray answers: for any other listener `ray.init` would wait a minute, ignoring signals.
 
     Raises:
-        RayAccessRefused: it asks for a certificate, and the environment names none, or another authority's.
-        RayUnavailable: it is no address, or nothing that is Ray answers there.
+        RayAccessRefused: it requires a certificate, and the environment names none, or one of another authority.
+        RayUnavailable: it is not an address, or no Ray answers there.
     """
     if address in ("auto", "local"):
         return
@@ -256,7 +257,7 @@ def require_ray(address: str) -> None:
 
 
 def require_token(address: str) -> None:
-    """Check that the environment has a token for a cluster, or says that the cluster asks for none.
+    """Check that the environment has a token for a cluster, or says that the cluster requires none.
 
     Raises:
         RayAccessRefused: it does neither.
@@ -266,10 +267,10 @@ def require_token(address: str) -> None:
 
 
 def require_token_taken(address: str) -> None:
-    """Check that the cluster takes the token of the environment; Ray's own clients would wait for it.
+    """Check that the cluster accepts the environment's token; Ray's own clients would wait for that.
 
     Raises:
-        RayAccessRefused: it is another one's.
+        RayAccessRefused: the cluster has another token.
     """
     token = token_header()
     if token and _answer_to(address, token) in TOKEN_CODES:
@@ -277,10 +278,10 @@ def require_token_taken(address: str) -> None:
 
 
 def require_token_there(address: str) -> None:
-    """Refuse a cluster that asks callers for no token, unless the environment says that this is meant.
+    """Refuse a cluster that requires no token, unless the environment says that this is intended.
 
     Raises:
-        RayUnavailable: it asks for none.
+        RayUnavailable: the cluster requires no token.
     """
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "disabled" and (
         _answer_without_token(address) is grpc.StatusCode.OK
@@ -297,7 +298,7 @@ def _answer_without_token(address: str) -> grpc.StatusCode | None:
 
 
 def _answer_to(address: str, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode | None:
-    """What the table at `address` answers to who has the environment's certificate and brings this."""
+    """Status code of the head at `address` for a call with the environment's certificate and this metadata."""
     options = (("grpc.enable_http_proxy", 0),)
     credentials = _credentials()
     try:
@@ -317,10 +318,10 @@ def _has_tls() -> bool:
 
 
 def _credentials() -> grpc.ChannelCredentials | None:
-    """Of the environment, as Ray reads it.
+    """Channel credentials from the environment, as Ray reads it.
 
     Raises:
-        RayAccessRefused: a file is not named, or cannot be read; Ray would end the process.
+        RayAccessRefused: a file is not named or cannot be read; Ray would end the process.
     """
     if not _has_tls():
         return None
@@ -335,7 +336,7 @@ def _credentials() -> grpc.ChannelCredentials | None:
 
 
 def _speaks_tls(host: str, port: int) -> bool:
-    """Whether a listener shows a certificate, whosever it is."""
+    """Return whether a listener shows a certificate, of any authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:

@@ -1,6 +1,7 @@
-"""`python -m baton.cluster.ray.table HOST:PORT`: what a cluster's head knows, asked without joining: nodes and actors.
+"""`python -m baton.cluster.ray.table HOST:PORT`: queries a cluster's head for nodes and actors, without joining.
 
-Prints one JSON object. A process of its own: Ray's client may wait, or end its process, when a head goes away.
+Prints one JSON object. It runs as a separate process, because Ray's client may block, or end its process, when a head
+goes away.
 """
 
 import importlib
@@ -15,17 +16,17 @@ EXIT_PRECONDITION = 3
 
 
 def read_table(address: str) -> dict[str, Any]:
-    """Live nodes by their address, and state and node of each named actor.
+    """Return the addresses of live nodes, and the state and node of each named actor.
 
     Raises:
-        BatonError: there is no token to ask with, nothing answers there, or it is another Ray.
+        BatonError: there is no token to use, nothing answers there, or it is another version of Ray.
     """
     prepare_environment()
     import_ray()
     require_token(address)
     require_ray(address)
     require_token_taken(address)
-    # There is no public way to ask a head without joining; the version is pinned.
+    # There is no public way to query a head without joining; the version is pinned.
     state: Any = importlib.import_module("ray._private.state")
     raylet: Any = importlib.import_module("ray._raylet")
     table = state.GlobalState()
@@ -42,7 +43,7 @@ def read_table(address: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print it, or the error."""
+    """Print the table, or the error."""
     try:
         print(json.dumps(read_table(sys.argv[1])))
     except BatonError as error:

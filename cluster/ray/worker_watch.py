@@ -1,7 +1,8 @@
-"""Noticing workers that are dead for good or stand still, without ever waiting for one; of a private Ray or a cluster.
+"""Detects workers that are dead for good or hang, without ever waiting for one; for a private Ray or a cluster.
 
-Ray restarts a worker that dies, a few times; only one that it has given up counts as dead, and may be started again
-yet. Of one that hangs Ray notices nothing: its heartbeats stop, the router moves its streams, and it is killed here.
+Ray restarts a worker that dies, a few times; only one that Ray has given up counts as dead, and even that may be
+restarted. Ray does not notice a worker that hangs: its heartbeats stop, the router migrates its streams, and this
+module kills it.
 """
 
 import logging
@@ -14,30 +15,30 @@ from baton.cluster.ray.actors import error_from_ray
 from baton.cluster.ray.session import RaySession
 from baton.core.errors import BatonError, WorkerLost
 
-SILENT_S: Final = 20.0  # long after the router has fenced it, so that one which goes on by itself may
+SILENT_S: Final = 20.0  # long after the router has fenced it, so that a worker which recovers by itself may do so
 INTERVAL_S: Final = 2.0
-AGAIN_S: Final = 30.0  # an incarnation that is to end is not told so more often
+AGAIN_S: Final = 30.0  # an incarnation is not killed more often than this
 STATUS_TIMEOUT_S: Final = 1.0
 
 _logger = logging.getLogger(__name__)
 
 
 class SilenceWatch:
-    """The workers of one deployment.
+    """Watches for silent workers of one deployment.
 
     Args:
-        session: the driver's.
-        address: of the router.
+        session: Ray session of the driver.
+        address: address of the router.
     """
 
     def __init__(self, session: RaySession, address: str) -> None:
         self._session = session
         self._address = address
         self._next_s = 0.0
-        self._told_s: dict[int, float] = {}  # by epoch
+        self._told_s: dict[int, float] = {}  # when each epoch was killed
 
     def check(self, actors: Mapping[str, Any]) -> None:
-        """Look, at most every few seconds, and have Ray kill who stands still: it starts another incarnation then."""
+        """Check, at most every few seconds, and have Ray kill hanging workers; Ray then starts another incarnation."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
@@ -61,13 +62,13 @@ class SilenceWatch:
 
 
 class WorkerWatch:
-    """One outstanding question to every worker that lives.
+    """Keeps one outstanding call to every live worker.
 
     Args:
-        ray: the module, connected.
+        ray: connected ray module.
         actors: handle of each worker, by worker id.
         roles: role of each worker, by worker id.
-        on_dead: told of each dead worker, and why; returns whether it will be started again, and so is not lost.
+        on_dead: called for each dead worker with the reason; returns whether it will be restarted, and so is not lost.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class WorkerWatch:
         self._asked = {actor.pid.remote(): worker_id for worker_id, actor in self._actors.items()}
 
     def check(self) -> None:
-        """Look at the answers that are there, and ask again. Each dead worker is logged once.
+        """Read the calls that returned, and call again. Each dead worker is logged once.
 
         Raises:
             WorkerLost: a role has no worker left.
@@ -101,7 +102,7 @@ class WorkerWatch:
                 self._bury(worker_id, str(error))
                 continue
             except self._ray.exceptions.RayError:
-                pass  # between two incarnations; the next answer tells
+                pass  # between two incarnations; the next call tells
             self._asked[self._actors[worker_id].pid.remote()] = worker_id
         self._require_every_role()
 

@@ -25,7 +25,7 @@ class ExpertMoves:
 
     @classmethod
     def between(cls, old: ExpertMap, new: ExpertMap, *, world_size: int) -> "ExpertMoves":
-        """Plan the moves between two maps over the same slots; if several ranks have an expert, the least busy sends it."""
+        """Plan the moves between two maps over the same slots; the least busy rank with an expert sends it."""
         length = len(old) // world_size
         slots_of: dict[int, list[int]] = {}
         for slot, expert in enumerate(old):
