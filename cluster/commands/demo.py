@@ -1,7 +1,7 @@
-"""The demo: serve the bundled model split in two, stream three completions, and compare them with one process.
+"""The demo: serve the bundled model with split prefill and decode, stream three completions, compare with one process.
 
-It succeeds only if every token is identical, the KV of the long prompt had mostly landed before its prefill ended,
-nothing is held afterwards, and everything ended.
+It succeeds only if every token is identical, most of the long prompt's KV had arrived before its prefill ended, nothing
+is held afterwards, and every process ended.
 """
 
 import time
@@ -215,7 +215,7 @@ REQUESTS = (
 
 
 def demo(output: Output) -> ExitCode:
-    """Run it; 0 only if everything holds.
+    """Run the demo; 0 only if everything holds.
 
     Raises:
         StartupError: the deployment could not start.

@@ -21,8 +21,8 @@ LOOPBACK: Final = "127.0.0.1"
 TOKEN_VARIABLES: Final = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 SETTINGS: Final[Mapping[str, str]] = {
     "RAY_AUTH_MODE": "token",
-    # These ports do not know tokens: metrics of Ray's agents, and of its autoscaler, which has no switch, but takes no such
-    # port, says so in its log, and goes on.
+    # Metrics ports do not check tokens. Those of Ray's agents are switched off; the autoscaler's has no switch, but -1
+    # makes the autoscaler log an error and go on without it.
     "RAY_enable_metrics_collection": "0",
     "AUTOSCALER_METRIC_PORT": "-1",
     "RAY_worker_niceness": "0",  # Ray's default is 15, a lower priority than anything else on the host

@@ -102,9 +102,9 @@ class RaySession:
     def __init__(self, address: str, *, namespace: str, temp_dir: Path, num_gpus: int | None) -> None:
         self.is_private = address == "local"
         _prepare_any() if self.is_private else prepare_environment()
-        # The process whose end Ray equates with its raylet's, once it has lost that. Unset, it is the parent, so under a
-        # parent of pid 1 (systemd, a container's init) Ray would end this process silently. Read when Ray is imported; a
-        # raylet sets its own pid for its workers.
+        # The process whose end Ray equates with its raylet's, once it has lost that. Unset, it is the parent, so with a
+        # parent of pid 1 (systemd, a container's init) Ray would end this process silently. Read when Ray is imported;
+        # a raylet sets its own pid for its workers.
         os.environ[RAYLET_PID] = str(os.getpid())
         self.ray: Any = import_ray()
         importlib.import_module("ray._private.worker").print_to_stdstream = say_as_log  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ class RaySession:
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the head, resolved even if `auto` was given, because a lost head is not found again by `auto`."""
+        """HOST:PORT of the head, resolved even if `auto` was given, which would not find a lost head again."""
         return str(self.ray.get_runtime_context().gcs_address)
 
     @property

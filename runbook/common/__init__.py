@@ -1,1 +1,1 @@
-"""What every runbook is made of: steps, the command around them, and the deployment they work on."""
+"""What all runbooks share: steps, the command around them, and the deployment that they work on."""

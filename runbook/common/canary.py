@@ -1,7 +1,7 @@
-"""Requests of a runbook's own: greedy ones, whose tokens must be the same before and after, here and there.
+"""Canaries: a runbook's own greedy requests, whose tokens must be the same before and after, on any worker.
 
-Each round is of a tenant of its own, so that its prompts are computed and pushed, not found in a cache. Where clients
-need a key, the tenant is the key's, and what earlier rounds have left may be found.
+Each round belongs to a tenant of its own, so that its prompts are computed and pushed, not found in a cache. Where
+clients need a key, the tenant is the key's, and prompts of earlier rounds may be cached.
 """
 
 import secrets
@@ -30,7 +30,7 @@ PASSING = ("NoWorker", "WorkerLost", "TransferFailed")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One canary's tokens and who made them."""
+    """One canary's tokens, and the workers that made them."""
 
     token_ids: tuple[int, ...]
     stats: inference_pb2.RequestStats
@@ -42,7 +42,7 @@ class Answer:
 
 
 def require_client(site: Site) -> None:
-    """Where canaries are sent, clients come, and what the operator has lets them in; found out before any step.
+    """Check before any step that canaries are admitted where they are sent, with the operator's access.
 
     Raises:
         PreconditionUnmet: they would be refused.
@@ -59,12 +59,12 @@ def require_client(site: Site) -> None:
             message = f"canaries are clients, which {address} does not let in: {error.message}; give a client's key "
             message += "with --client-api-key-file"
         else:
-            return  # what is wrong there is the runbook's to find
+            return  # the runbook itself finds out what is wrong there
         raise PreconditionUnmet(message, address=address) from error
 
 
 def ask(site: Site, prompt: str, *, num_tries: int = 1) -> Answer:
-    """One canary. Where a worker was lost under it, or none was there, it may be tried again.
+    """Send one canary; retry if its worker was lost or none was available.
 
     Raises:
         StepFailed: it got no answer.
@@ -89,10 +89,10 @@ def _ask(site: Site, prompt: str) -> Answer:
         tenant = "" if access.api_key else f"canary-{secrets.token_hex(8)}"
         timeout_s = max(0.1, min(REQUEST_S, site.left_s))
         with BatonClient(site.client_address, timeout_s=timeout_s, access=access) as client:
-            # A canary is to see both workers of a pair.
+            # A canary must exercise both workers of a pair.
             for chunk in client.generate(prompt, sampling=sampling, tenant=tenant, split_only=True):
                 token_ids.extend(chunk.token_ids)
-                stats = chunk.finish.stats  # of the last one
+                stats = chunk.finish.stats  # of the last chunk
     except BatonError as error:
         message = f"a canary request ended with {type(error).__name__}: {error.message}"
         raise StepFailed(message, cause=type(error).__name__) from error
@@ -100,7 +100,7 @@ def _ask(site: Site, prompt: str) -> Answer:
 
 
 class CanaryRuns:
-    """The same prompts again and again; what they answered first is what they must answer always.
+    """Sends the same prompts repeatedly; the first answers are what later ones must equal.
 
     Args:
         site: where they are sent.
@@ -116,7 +116,7 @@ class CanaryRuns:
         """Send each prompt once.
 
         Raises:
-            StepFailed: one got no answer, or other tokens than before.
+            StepFailed: a canary got no answer, or other tokens than before.
         """
         answers = []
         for prompt in PROMPTS:
@@ -136,7 +136,7 @@ class CanaryRuns:
         return answers
 
     def reach(self, worker_ids: Collection[str]) -> str:
-        """Go on until each of these workers has served one.
+        """Send rounds until each of these workers has served a canary.
 
         Raises:
             StepFailed: see `round`.

@@ -1,4 +1,4 @@
-"""The command around a runbook: its flags, its report, its exit code. Every runbook has these, and no other way out."""
+"""The command around a runbook: its flags, its report, its exit code. Every runbook has these, and ends only this way."""
 
 import argparse
 import sys
@@ -27,15 +27,15 @@ _MARKS = {"ok": "ok", "failed": "FAILED", "planned": "would", "not needed": "is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runbook:
-    """What a runbook is.
+    """Definition of a runbook.
 
     Attributes:
-        name: of its command and its page.
+        name: name of its command and its page.
         about: one sentence for --help.
-        steps: the steps for a deployment and the flags given.
+        steps: makes the steps for a deployment and the given flags.
         options: adds flags of its own.
-        timeout_s: the default of --timeout.
-        sends_canaries: whether it asks for tokens as a client does.
+        timeout_s: default of --timeout.
+        sends_canaries: whether it sends requests as a client.
     """
 
     name: str
@@ -47,14 +47,14 @@ class Runbook:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One whose errors are exit code 2 and, with --json, an object."""
+    """A parser whose errors are exit code 2 and, with --json, an object."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigInvalid(f"{self.prog}: {message}")
 
 
 def main(runbook: Runbook, arguments: Sequence[str] | None = None) -> int:
-    """Run it, and return its exit code."""
+    """Run the runbook, and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser(runbook)
     if {"-h", "--help"} & set(arguments):
@@ -87,10 +87,10 @@ def _parser(runbook: Runbook) -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> float:
-    """A positive, finite number, of a flag.
+    """Parse a flag as a positive, finite number.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: it is not one.
     """
     try:
         value = float(text)
@@ -102,10 +102,10 @@ def positive(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A number of things, at least one, of a flag.
+    """Parse a flag as a whole number of at least 1.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: it is not one.
     """
     if not text.isdecimal() or not 1 <= int(text) < 1 << 31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
@@ -113,10 +113,10 @@ def count(text: str) -> int:
 
 
 def count_or_none(text: str) -> int:
-    """The same, or 0.
+    """Parse a flag as a whole number of at least 0.
 
     Raises:
-        argparse.ArgumentTypeError: it is no number.
+        argparse.ArgumentTypeError: it is not one.
     """
     return 0 if text == "0" else count(text)
 
@@ -147,7 +147,7 @@ def _client_access(options: argparse.Namespace) -> Access:
 
 
 def report_data(report: RunbookReport) -> dict[str, Any]:
-    """For `--json`."""
+    """Build the `--json` form of a report."""
     data: dict[str, Any] = {
         "ok": report.exit_code is ExitCode.OK,
         "exit_code": report.exit_code,
@@ -162,7 +162,7 @@ def report_data(report: RunbookReport) -> dict[str, Any]:
 
 
 def format_taken(taken: Taken) -> str:
-    """A line for a person."""
+    """Format a step as a line of text."""
     seconds = f"  ({taken.seconds:.1f} s)" if taken.seconds >= 0.1 else ""
     detail = f": {taken.detail}" if taken.detail else ""
     return f"{_MARKS[taken.state]:6}  {taken.kind:12}  {taken.name}{detail}{seconds}"

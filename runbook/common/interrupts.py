@@ -1,4 +1,4 @@
-"""Signals that end a runbook: they interrupt it as Ctrl-C does, so that what it did is undone."""
+"""Signals that end a runbook: they interrupt it as Ctrl-C does, so that its changes are undone."""
 
 import signal
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, once; a SIGHUP that is ignored (nohup) stays so.
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt, once; an ignored SIGHUP (nohup) stays ignored.
 
-    `timeout` and a terminal that closes send two of them, and the second must not end the undoing.
+    `timeout` and a terminal that closes send two signals, and the second must not interrupt the undoing.
     """
     is_interrupted = False
 

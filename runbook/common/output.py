@@ -1,6 +1,6 @@
-"""Where a runbook's words go, also when no one takes them any more: its work does not depend on who reads of it.
+"""Output of a runbook, whose work must not depend on whether its output can be written.
 
-A pipe whose reader has ended, a full disk or a terminal that is gone ends the output, never the run.
+A pipe whose reader has ended, a full disk or a closed terminal ends the output, never the run.
 """
 
 import contextlib
@@ -11,17 +11,17 @@ from typing import Any, TextIO
 
 
 class LenientOutput:
-    """A file of text that takes nothing more after its first error.
+    """A text file that ignores further writes after its first error.
 
     Args:
-        file: that is written to; None where the process was started without it.
+        file: file to write to; None if the process was started without it.
     """
 
     def __init__(self, file: TextIO | None) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
-        """Write it, if it can be written."""
+        """Write the text, if possible."""
         if self._file is not None:
             try:
                 return self._file.write(text)
@@ -30,7 +30,7 @@ class LenientOutput:
         return len(text)
 
     def flush(self) -> None:
-        """The same for what was written."""
+        """Flush, if possible."""
         if self._file is not None:
             try:
                 self._file.flush()
@@ -38,14 +38,14 @@ class LenientOutput:
                 self._end()
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Return whether it is a terminal."""
         return self._file is not None and self._file.isatty()
 
     def _end(self) -> None:
-        """What is left in buffers goes nowhere, or the interpreter fails over it at its end."""
+        """Redirect what is left in buffers to /dev/null, because the interpreter would otherwise fail at exit."""
         file, self._file = self._file, None
         assert file is not None
-        with contextlib.suppress(OSError):  # nothing that the system knows is behind it
+        with contextlib.suppress(OSError):  # no file descriptor is behind it
             number = file.fileno()
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, number)
@@ -54,7 +54,7 @@ class LenientOutput:
 
 @contextlib.contextmanager
 def lenient_output() -> Iterator[None]:
-    """For stdout and stderr of this process."""
+    """Make stdout and stderr of this process lenient."""
     before: tuple[Any, Any] = sys.stdout, sys.stderr
     lenient: tuple[Any, Any] = LenientOutput(sys.stdout), LenientOutput(sys.stderr)
     sys.stdout, sys.stderr = lenient

@@ -1,4 +1,4 @@
-"""A worker's processes on this host: which they are, where they write their logs, what they wait in, and their end."""
+"""A worker's processes on this host: find them, their log files and their stacks, and kill them."""
 
 import shutil
 import socket
@@ -10,12 +10,12 @@ import psutil
 from baton.core.errors import PreconditionUnmet
 from baton.proto import worker_pb2
 
-MARK = "ray::"  # what Ray calls the processes of actors
+MARK = "ray::"  # prefix of the command lines of Ray's actors
 STACK_S = 10.0
 
 
 def is_here(state: worker_pb2.WorkerState) -> bool:
-    """Whether a worker's address is one of this host's."""
+    """Return whether a worker's address belongs to this host."""
     host = state.address.rpartition(":")[0].strip("[]")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
@@ -27,9 +27,9 @@ def is_here(state: worker_pb2.WorkerState) -> bool:
 
 
 def processes_of(state: worker_pb2.WorkerState) -> list[psutil.Process]:
-    """The processes of this incarnation of a worker that still run on this host, in rank order.
+    """Return the processes of this incarnation of a worker that still run on this host, in rank order.
 
-    A process id alone is no proof: the first must listen on the worker's port, and all must be Ray's.
+    A process id alone is no proof: the first process must listen on the worker's port, and all must be Ray's.
 
     Raises:
         PreconditionUnmet: the worker is on another host.
@@ -62,7 +62,7 @@ def _listens(process: psutil.Process, port: int) -> bool:
 
 
 def log_files(processes: list[psutil.Process]) -> list[Path]:
-    """The files that processes write their stdout and stderr to."""
+    """Return the files that the processes write their stdout and stderr to."""
     found = []
     for process in processes:
         for number in (1, 2):
@@ -76,7 +76,7 @@ def log_files(processes: list[psutil.Process]) -> list[Path]:
 
 
 def stacks(processes: list[psutil.Process]) -> dict[str, str]:
-    """What each process is doing, as well as can be seen: by py-spy where it is installed, by the kernel everywhere."""
+    """Describe what each process is doing: by py-spy where it is installed, and from /proc everywhere."""
     return {str(process.pid): _stack(process) for process in processes}
 
 
@@ -90,7 +90,7 @@ def _stack(process: psutil.Process) -> str:
     except (psutil.NoSuchProcess, OSError) as error:
         lines.append(f"not readable: {error}")
     if shutil.which("py-spy"):
-        # A stopped process cannot be paused once more; --nonblocking reads it as it is.
+        # A stopped process cannot be paused again, so --nonblocking reads it as it is.
         command = ["py-spy", "dump", "--nonblocking", "--pid", str(process.pid)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=STACK_S, check=False)
@@ -101,7 +101,7 @@ def _stack(process: psutil.Process) -> str:
 
 
 def kill(processes: list[psutil.Process]) -> list[int]:
-    """SIGKILL, which reaches a stopped process too; returns the process ids."""
+    """Send SIGKILL, which also reaches a stopped process; return the process ids."""
     for process in processes:
         try:
             process.kill()

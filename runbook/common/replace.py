@@ -1,4 +1,4 @@
-"""Another incarnation for a worker that is alive, without a request lost: what replacing means for either role."""
+"""Replaces a live worker by a new incarnation without losing a request, for either role."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from baton.runbook.common.steps import Check, Step, Verification
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """--worker, --grace and --force."""
+    """Add --worker, --grace and --force."""
     workers.add_worker(parser)
     workers.add_grace(parser)
     parser.add_argument("--force", action="store_true", help="even if no other worker of the role is left meanwhile")
 
 
 def replace_steps(site: Site, options: argparse.Namespace, role: str) -> Sequence[Step]:
-    """Drain it, end its incarnation, wait for the next one, and compare tokens before anyone relies on it.
+    """Drain the worker, end its incarnation, wait for the next one, and compare tokens before it is relied on.
 
     Raises:
-        InvalidRequest: the worker is unknown, or of the other role.
+        InvalidRequest: the worker is unknown, or has the other role.
     """
     worker_id = options.worker
     site.worker(worker_id, role)
@@ -42,20 +42,20 @@ def another_incarnation(
     *verifications: Verification,
     others: Check | None = None,
 ) -> Sequence[Step]:
-    """Drained, idle, ended, alive again, as it should be.
+    """Make the steps: drain, wait until idle, end, wait for the next incarnation, verify.
 
     Args:
-        site: where it is.
-        worker_id: a live worker.
-        canaries: whose answers are known.
-        grace_s: until its streams move; None for the router's own.
-        *verifications: of the new incarnation, before its tokens are compared.
-        others: what must hold of other workers when this one is out of routing; None if nothing must.
+        site: site of the worker.
+        worker_id: id of a live worker.
+        canaries: canaries with known answers.
+        grace_s: time until its streams move; None: the router's own.
+        *verifications: checks of the new incarnation, before its tokens are compared.
+        others: check of other workers once this one is out of routing; None: no check.
     """
     epoch = site.worker(worker_id).state.epoch
     return [
         workers.drain(site, worker_id, grace_s),
-        # Of two runbooks that take out the last two workers at once, each sees the other's drain by now.
+        # If two runbooks take out the last two workers at once, each sees the other's drain by now.
         *([] if others is None else [others]),
         workers.idle(site, worker_id),
         workers.end_incarnation(site, worker_id, epoch),

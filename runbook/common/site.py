@@ -1,4 +1,4 @@
-"""The deployment a runbook works on, by its public interfaces alone, within the time the operator gave."""
+"""The deployment that a runbook works on, through public interfaces only, within the operator's time limit."""
 
 import time
 from collections.abc import Callable
@@ -22,11 +22,11 @@ class Site:
     """One deployment, and what was found out about it.
 
     Args:
-        address: of its router.
-        clock: of the deadline.
-        timeout_s: from now to the deadline.
-        client_address: where clients come, if that is another port.
-        client_access: what gets in there; what gets operators in, if nothing is given.
+        address: address of its router.
+        clock: clock of the deadline.
+        timeout_s: time from now to the deadline.
+        client_address: address for clients, if that is another port.
+        client_access: access for clients; the operator's by default.
 
     Attributes:
         found: facts for the report.
@@ -49,22 +49,22 @@ class Site:
 
     @property
     def left_s(self) -> float:
-        """Time that is left."""
+        """Time left until the deadline."""
         return max(0.0, self._deadline_s - self._clock.now_s())
 
     def status(self) -> admin_pb2.StatusReply:
-        """The router's view; see `fetch_status`."""
+        """Fetch the router's view; see `fetch_status`."""
         return fetch_status(self.address)
 
     def inventory(self) -> dict[str, admin_pb2.WorkerStatus]:
-        """What every live worker holds, asked afresh; by name. One that does not answer is shown as not alive."""
+        """Fetch what every live worker holds, by name. A worker that does not answer is shown as not alive."""
         return {worker.state.worker_id: worker for worker in fetch_inventory(self.address).workers}
 
     def worker(self, worker_id: str, role: str = "") -> admin_pb2.WorkerStatus:
-        """What the router knows of a worker.
+        """Fetch what the router knows about a worker.
 
         Raises:
-            InvalidRequest: it does not know the worker, or in another role.
+            InvalidRequest: the router does not know the worker, or knows it in another role.
         """
         workers = self.status().workers
         found = next((worker for worker in workers if worker.state.worker_id == worker_id), None)
@@ -77,7 +77,7 @@ class Site:
         return found
 
     def others(self, worker_ids: set[str], role: str) -> list[str]:
-        """Live workers of a role beside these that take requests."""
+        """Live workers of a role, besides these, that accept requests."""
         return [
             worker.state.worker_id
             for worker in self.status().workers
@@ -88,9 +88,9 @@ class Site:
         ]
 
     def computing(self, worker_ids: set[str]) -> list[str]:
-        """Live decode workers beside these that compute prompts when no prefill worker takes requests."""
+        """Live decode workers, besides these, that compute prompts when no prefill worker accepts requests."""
         status = self.status()
-        if status.local_prefill.mode in ("", "never"):  # --local-prefill; a router of before says nothing
+        if status.local_prefill.mode in ("", "never"):  # --local-prefill; an older router sends an empty mode
             return []
         names = set(self.others(worker_ids, "decode"))
         return [
@@ -100,19 +100,19 @@ class Site:
         ]
 
     def drain(self, worker_id: str, *, grace_s: float | None = None, undo: bool = False) -> str:
-        """Take this incarnation of a worker out of routing, or back in; one that is silent is out of it anyway."""
+        """Take this incarnation of a worker out of routing, or back in; a silent worker is out of routing anyway."""
         if not self.worker(worker_id).alive:
             return f"{worker_id} is silent, and gets nothing"
         reply = operate.drain(self.address, worker_id, grace_s=grace_s, undo=undo)
         return f"{worker_id} takes requests again" if undo else f"{worker_id} has {reply.num_streams} streams left"
 
     def wait(self, look: Callable[[], T | None], what: str, *, within_s: float | None = None) -> T:
-        """Look until there is something.
+        """Poll until `look` returns something.
 
         Args:
-            look: None for not yet.
-            what: is waited for.
-            within_s: at most so long; all the time that is left by default.
+            look: returns None for not yet.
+            what: description of what is waited for.
+            within_s: time limit; by default all the time that is left.
 
         Raises:
             OperationError: timed out.
@@ -127,10 +127,10 @@ class Site:
             time.sleep(POLL_S)
 
     def pause(self, seconds: float) -> None:
-        """Let time pass.
+        """Sleep.
 
         Raises:
-            OperationError: there is not so much left.
+            OperationError: less time than that is left.
         """
         if seconds > self.left_s:
             raise timed_out(f"{self.left_s:.1f} s are left, and {seconds:g} are needed")

@@ -1,8 +1,8 @@
-"""A runbook as a list of steps, and how the list is carried out.
+"""A runbook as a list of steps, and the execution of that list.
 
-Checks look and change nothing. Actions change something, and say how that is undone. Verifications look at what became
-of it. The first step that fails ends the run: what was done is undone, the last thing first. A dry run carries out the
-checks and names the rest.
+Checks look and change nothing. Actions change something, and define how that is undone. Verifications check the result.
+The first step that fails ends the run: changes are undone, the last one first. A dry run executes the checks and lists
+the rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ State = Literal["ok", "failed", "planned", "not needed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Something that must hold before anything is changed, or, once more, before what cannot be undone.
+    """A condition that must hold before anything is changed or, later, before something that cannot be undone.
 
     Attributes:
-        name: what must hold.
-        look: says what it found; raises PreconditionUnmet.
-        next: what the operator does when it does not hold.
+        name: condition that must hold.
+        look: returns what it found; raises PreconditionUnmet.
+        next: what the operator should do if it does not hold.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Action:
 
     Attributes:
         name: what is done, in the imperative.
-        do: does it, and says what it did.
-        undo: puts back what was before; None if nothing can, and then nothing before it is put back either.
-        is_done: the change is there already, so that it is neither made nor undone.
-        next: what the operator does when it fails.
+        do: makes the change, and returns what it did.
+        undo: restores the previous state; None if that is impossible, and then nothing before it is undone either.
+        is_done: returns whether the change exists already, so that it is neither made nor undone.
+        next: what the operator should do if it fails.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What must hold in the end.
+    """A condition that must hold in the end.
 
     Attributes:
-        name: what must hold.
-        look: says what it found; raises StepFailed.
-        next: what the operator does when it does not hold.
+        name: condition that must hold.
+        look: returns what it found; raises StepFailed.
+        next: what the operator should do if it does not hold.
     """
 
     name: str
@@ -84,14 +84,14 @@ class Taken:
 
 @dataclass(slots=True)
 class RunbookReport:
-    """What a run did.
+    """Result of a run.
 
     Attributes:
-        taken: the steps in order, undone ones behind them.
+        taken: steps in order, followed by those that were undone.
         found: facts for readers of the JSON.
-        error: what ended the run early.
-        next: what the operator does now; empty if there is nothing to do.
-        is_changed: something was changed and not undone.
+        error: error that ended the run early.
+        next: what the operator should do now; empty if nothing.
+        is_changed: whether something was changed and not undone.
     """
 
     taken: list[Taken] = field(default_factory=list)
@@ -106,10 +106,10 @@ class Run:
     """One run of a list of steps.
 
     Args:
-        clock: that steps are timed by.
-        dry: carry out the checks alone.
+        clock: clock that times the steps.
+        dry: execute only the checks.
         found: facts, which the steps add to.
-        on_taken: told of each step when it is over.
+        on_taken: called for each step when it is over.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class Run:
         self._dry = dry
         self._on_taken = on_taken
         self._undos: list[Action] = []
-        self._stays = False  # something was done that cannot be undone
+        self._stays = False  # whether something was done that cannot be undone
 
     def carry_out(self, steps: Sequence[Step]) -> RunbookReport:
-        """Take the steps until one fails, and then undo what was done.
+        """Execute the steps until one fails, and then undo the changes.
 
-        An error with the field `partial` says that what was done helps, and more is to be done: nothing is undone.
+        An error with the field `partial` says that the changes helped and more must be done: then nothing is undone.
         """
         for step in steps:
             unreported = []
@@ -169,7 +169,7 @@ class Run:
         return None
 
     def _begin(self, action: Action) -> None:
-        """From here on it may have been done, even if it fails."""
+        """Record that the change may have been made from here on, even if the action fails."""
         if action.undo is None:
             self._undos.clear()
             self._stays = True
@@ -189,14 +189,14 @@ class Run:
         was_changed = report.is_changed
         is_undone = self._undo_all(unreported)
         report.is_changed = self._stays or not is_undone
-        if error.fields.get("interrupted"):  # which is not what the step's own advice is for
+        if error.fields.get("interrupted"):  # the step's own advice is not meant for interrupts
             what = "see above for what stays changed; " if report.is_changed else "it was put back; " * was_changed
             report.next = f"{what}run it again"
         if not is_undone or (self._stays and report.exit_code is not ExitCode.TIMEOUT):
             report.exit_code = ExitCode.PARTIAL
 
     def _undo_all(self, unreported: Sequence[Taken] = ()) -> bool:
-        """The last thing first; reported when all is done, and whatever one of them raises, the others are tried."""
+        """Undo the last change first, trying all even if one raises; report when all are done."""
         undos, self._undos = self._undos, []
         undone: list[Taken] = []
 
@@ -204,7 +204,7 @@ class Run:
             for taken in (*unreported, *undone):
                 self._note(taken)
 
-        with ExitStack() as stack:  # it too begins with what came last
+        with ExitStack() as stack:  # it also runs the last callback first
             stack.callback(report)
             for action in undos:
                 stack.callback(self._undo, action, undone)
@@ -229,7 +229,7 @@ class Run:
 
 
 def _twice_if_interrupted(undo: Doing) -> str:
-    """An undo puts back, so it may be done again. A second Ctrl-C leaves it out.
+    """Undo, and repeat once if interrupted, because undos are idempotent. A second Ctrl-C skips it.
 
     Raises:
         OperationError: interrupted again.
@@ -264,10 +264,10 @@ def require(holds: bool, message: str, **fields: Any) -> None:
 
 
 def timed_out(message: str, **fields: Any) -> OperationError:
-    """The error of what did not come about in time; its exit code is 124."""
+    """Make the error for a timeout; its exit code is 124."""
     return OperationError(message, timed_out=True, **fields)
 
 
 def partial(message: str, **fields: Any) -> StepFailed:
-    """The error of what helped, and leaves more to be done; its exit code is 4, and nothing is undone."""
+    """Make the error for a partial success; its exit code is 4, and nothing is undone."""
     return StepFailed(message, partial=True, **fields)

@@ -1,4 +1,4 @@
-"""Steps that several runbooks share: out of routing, idle, restarted, back, and what must hold around them."""
+"""Steps that several runbooks share: drain, wait until idle, restart, undrain, and the checks around them."""
 
 import argparse
 from collections.abc import Iterable
@@ -13,26 +13,26 @@ from baton.runbook.common.command import positive
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Action, Check, Verification, partial, require
 
-SETTLE_S = 10.0  # from a stream's end at the router to everything given back: far more than is ever needed
+SETTLE_S = 10.0  # from a stream's end at the router until everything is released: far more than is ever needed
 
 
 def held(worker: admin_pb2.WorkerStatus) -> dict[str, int]:
-    """What a worker holds of requests; empty when it holds nothing."""
+    """Resources of requests that a worker holds; empty if it holds none."""
     return {name: count for name, count in held_by(worker.state.inventory).items() if count}
 
 
 def format_held(counts: dict[str, int]) -> str:
-    """For a person."""
+    """Format held resources as text."""
     return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()) or "nothing"
 
 
 def add_worker(parser: argparse.ArgumentParser) -> None:
-    """The flag of runbooks about one worker."""
+    """Add the flag of runbooks about one worker."""
     parser.add_argument("--worker", required=True, help="its name, as `baton status` shows it")
 
 
 def check_alive(site: Site, worker_id: str) -> Check:
-    """The router hears it."""
+    """Check that the router receives the worker's heartbeats."""
 
     def look() -> str:
         worker = site.worker(worker_id)
@@ -47,13 +47,14 @@ def check_alive(site: Site, worker_id: str) -> Check:
 
 
 def check_others(site: Site, worker_ids: Iterable[str], *, are_away: bool = False, or_decode: bool = False) -> Check:
-    """Without these workers every role still has one.
+    """Check that every role still has a worker without these.
 
     Args:
-        site: where they are.
-        worker_ids: theirs.
-        or_decode: prefill workers may all be away for a while where decode workers compute the prompts.
-        are_away: they are out of routing by now; another runbook may have taken out the others since the first look.
+        site: site of the workers.
+        worker_ids: ids of the workers to leave out.
+        or_decode: whether all prefill workers may be away for a while if decode workers compute the prompts.
+        are_away: whether they are out of routing by now; another runbook may have removed the others since the first
+            check.
     """
     away = set(worker_ids)
     still = "still " if are_away else ""
@@ -80,21 +81,21 @@ def check_others(site: Site, worker_ids: Iterable[str], *, are_away: bool = Fals
 
 
 def _meanwhile(site: Site, away: set[str]) -> str:
-    """What becomes of requests without these workers, the last of their roles."""
+    """Say what happens to requests without these workers, the last of their roles."""
     if {site.worker(worker_id).state.role for worker_id in away} == {"prefill"}:
         return "decode workers compute the prompts meanwhile (refused only with `--local-prefill never`)"
     return "requests are refused meanwhile"
 
 
 def add_grace(parser: argparse.ArgumentParser) -> None:
-    """The flag of runbooks that take workers out of routing."""
+    """Add the flag of runbooks that take workers out of routing."""
     parser.add_argument(
         "--grace", type=positive, help="seconds until streams move to other workers  [the router's own, 10]"
     )
 
 
 def drain(site: Site, worker_id: str, grace_s: float | None = None) -> Action:
-    """Out of routing, in its present incarnation."""
+    """Take the worker's current incarnation out of routing."""
     return Action(
         name=f"take {worker_id} out of routing",
         do=lambda: site.drain(worker_id, grace_s=grace_s),
@@ -104,7 +105,7 @@ def drain(site: Site, worker_id: str, grace_s: float | None = None) -> Action:
 
 
 def undrain(site: Site, worker_id: str) -> Action:
-    """Back into routing."""
+    """Put the worker back into routing."""
     return Action(
         name=f"route to {worker_id} again",
         do=lambda: site.drain(worker_id, undo=True),
@@ -114,7 +115,7 @@ def undrain(site: Site, worker_id: str) -> Action:
 
 
 def idle(site: Site, worker_id: str) -> Verification:
-    """Its streams are over, and it holds nothing."""
+    """Verify that the worker's streams are over, and that it holds nothing."""
 
     def look() -> str:
         def is_over() -> bool | None:
@@ -137,7 +138,7 @@ def idle(site: Site, worker_id: str) -> Verification:
 
 
 def new_incarnation(site: Site, worker_id: str, old_epoch: int) -> Verification:
-    """It runs again, under another epoch."""
+    """Verify that the worker runs again, under another epoch."""
 
     def look() -> str:
         def is_there() -> int | None:
@@ -156,7 +157,7 @@ def new_incarnation(site: Site, worker_id: str, old_epoch: int) -> Verification:
 
 
 def expect(canaries: CanaryRuns) -> Check:
-    """The deployment answers, and what it answers is kept to compare with."""
+    """Check that the deployment answers canaries, and keep the answers for comparison."""
 
     def look() -> str:
         num = len(canaries.round())
@@ -166,7 +167,7 @@ def expect(canaries: CanaryRuns) -> Check:
 
 
 def served_by(canaries: CanaryRuns, worker_ids: Iterable[str], *, next: str) -> Verification:
-    """Canaries come to these workers, with the tokens that are expected."""
+    """Verify that these workers serve canaries, with the expected tokens."""
     wanted = sorted(set(worker_ids))
     return Verification(
         name=f"{', '.join(wanted)} gives the tokens expected", look=lambda: canaries.reach(wanted), next=next
@@ -174,7 +175,7 @@ def served_by(canaries: CanaryRuns, worker_ids: Iterable[str], *, next: str) -> 
 
 
 def proven(site: Site, canaries: CanaryRuns, worker_id: str) -> Verification:
-    """A new incarnation gives the tokens that are expected; one that does not is taken out of routing."""
+    """Verify that a new incarnation gives the expected tokens; if not, take it out of routing."""
 
     def look() -> str:
         try:
@@ -190,7 +191,7 @@ def proven(site: Site, canaries: CanaryRuns, worker_id: str) -> Verification:
 
 
 def end_incarnation(site: Site, worker_id: str, epoch: int) -> Action:
-    """Have its process end."""
+    """End the worker's process."""
 
     def do() -> str:
         reply = operate.restart(site.address, worker_id, epoch)
