@@ -1,1 +1,1 @@
-"""What `baton bench` runs: measurements, their rows and their plots."""
+"""Measurements of `baton bench`, their rows and their plots."""

@@ -1,6 +1,6 @@
-"""Objects in processes of their own, as Ray actors or, where Ray is not there, as plain spawned processes.
+"""Objects in processes of their own: Ray actors or, without Ray, plain spawned processes.
 
-Calls on one object run one after the other; calls on two objects at the same time.
+Calls on one object run one after the other; calls on two objects run concurrently.
 """
 
 import multiprocessing
@@ -26,10 +26,10 @@ LOOPBACK = {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", 
 
 
 class Remote(Protocol):
-    """An object elsewhere."""
+    """An object in another process."""
 
     def post(self, method: str, *arguments: Any) -> Callable[[], Any]:
-        """Begin a call; what is returned waits for its result."""
+        """Begin a call; the returned function waits for its result."""
         ...
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -37,7 +37,7 @@ class Remote(Protocol):
         ...
 
     def end(self) -> None:
-        """End its process."""
+        """End the object's process."""
         ...
 
 
@@ -85,7 +85,7 @@ class SpawnedRemote:
     """A spawned process."""
 
     def __init__(self, factory: Callable[..., Any], *arguments: Any) -> None:
-        secret = inside.DeploymentSecret.of_process()  # that process is of one deployment with this one
+        secret = inside.DeploymentSecret.of_process()  # makes that process part of this one's deployment
         os.environ.setdefault(inside.ENVIRONMENT, secret.text)
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()

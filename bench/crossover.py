@@ -1,10 +1,10 @@
-"""`baton bench crossover`: which prompts a prefill worker computes better than the decode worker itself.
+"""`baton bench crossover`: finds which prompts a prefill worker computes faster than the decode worker itself.
 
-One deployment: the real router, in this process, and two real workers in processes of their own. Each prompt is asked
-with the way forced to `local` and to `split`, and with the choice left to the router (`auto`), in random order, round
-by round, so that what else the machine does falls on all three. *Fresh* prompts are found in no cache; of *cached* ones
-the prefill worker has all but the end. Both are asked of idle workers, and beside streams that decode all the time:
-then the gaps between those streams' tokens are measured, too.
+There is one deployment: the real router, in this process, and two real workers in processes of their own. Each prompt
+is sent with the path forced to `local` and to `split`, and with the router's choice (`auto`), in random order, round by
+round, so that disturbances affect all three alike. *Fresh* prompts are in no cache; of *cached* ones the prefill worker
+has all but the end. Both are sent to idle workers, and beside streams that decode all the time; then the gaps between
+those streams' tokens are measured, too.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ BUSY: Final = "busy"
 CELLS: Final = tuple(itertools.product((FRESH, CACHED), (IDLE, BUSY)))
 VOCAB: Final = range(300, 4000)
 ANSWER_LEN: Final = 4
-STREAM_LEN: Final = 600  # tokens of a stream beside; then the next one begins
+STREAM_LEN: Final = 600  # tokens of a background stream; then the next one begins
 UNCACHED_LEN: Final = 16
 FLOAT32_BYTES: Final = 4
-AUTO_LIMIT: Final = 1.25  # of `auto` to the better of the others, where no other stream is there to be spared
+AUTO_LIMIT: Final = 1.25  # time of `auto` relative to the faster path, on idle workers
 NUM_WARM: Final = 3
 
 
@@ -46,10 +46,10 @@ class CrossoverOptions:
     """What is measured.
 
     Attributes:
-        lengths: of prompts.
-        streams: that decode beside the prompts of `busy`.
+        lengths: prompt lengths.
+        streams: number of streams that decode beside the prompts of `busy`.
         rounds: how often everything is measured.
-        seed: of prompts and their order.
+        seed: seed of prompts and their order.
     """
 
     lengths: tuple[int, ...] = (4, 16, 48, 96, 192, 400, 800)
@@ -60,12 +60,12 @@ class CrossoverOptions:
 
 @dataclass(slots=True)
 class Beside:
-    """What the streams beside have seen: moments at which each was given tokens."""
+    """Arrival times of tokens in the background streams."""
 
     arrivals_s: list[list[float]] = field(default_factory=list)
 
     def gaps_ms(self, begin_s: float, end_s: float) -> list[float]:
-        """Between two chunks of one stream, where that lies in or over a span of time."""
+        """Gaps between two chunks of one stream that overlap a time span."""
         gaps = []
         for arrivals in self.arrivals_s:
             for one, other in itertools.pairwise(arrivals):
@@ -76,7 +76,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class TimedPrompt:
-    """One prompt's way and times."""
+    """One prompt's path and times."""
 
     path: str
     ttft_ms: float
@@ -89,7 +89,7 @@ def read_options(lengths: str, **numbers: int) -> CrossoverOptions:
     """Check the command line.
 
     Raises:
-        ConfigInvalid: a value that is no length, or a number that is too small.
+        ConfigInvalid: a value is not a length, or a number is too small.
     """
     try:
         found = tuple(sorted({int(part) for part in lengths.split(",")}))
@@ -107,8 +107,8 @@ def bench_crossover(options: CrossoverOptions, model_path: Path, note: Callable[
     """Measure; see `result`.
 
     Raises:
-        ConfigInvalid: prompts that do not fit the model.
-        WorkerStartFailed: a worker did not come up.
+        ConfigInvalid: prompts do not fit the model.
+        WorkerStartFailed: a worker did not start.
     """
     config = ModelConfig.from_directory(model_path)
     needed = max(options.lengths[-1] + ANSWER_LEN, STREAM_LEN + UNCACHED_LEN) + 2
@@ -158,7 +158,7 @@ async def _warm(
     base: Sequence[int],
     rng: random.Random,
 ) -> None:
-    """Have both workers measure all lengths, and the prefill worker keep what cached prompts begin with."""
+    """Let both workers measure all lengths, and the prefill worker cache the beginnings of cached prompts."""
     for _, length, system in itertools.product(range(NUM_WARM), options.lengths, (LOCAL, SPLIT)):
         deployment.set_local_prefill(MODES[system])
         await _ask(client, rng.choices(VOCAB, k=length), None)
@@ -188,7 +188,7 @@ async def _round(
             kept = max(0, length - UNCACHED_LEN) if workload == CACHED else 0
             prompt = [*base[:kept], *rng.choices(VOCAB, k=length - kept)]
             deployment.set_local_prefill(MODES[system])
-            await deployment.heard()  # or what was sent before would still be counted
+            await deployment.heard()  # otherwise earlier requests would still be counted
             asked = await _ask(client, prompt, beside)
             found.setdefault((workload, load, system, length), []).append(asked)
     finally:
@@ -207,7 +207,7 @@ async def _until_all_decode(beside: Beside, num_streams: int, streams: Sequence[
 
 
 async def _decode(client: AsyncBatonClient, beside: Beside, rng: random.Random) -> None:
-    """One stream after the other, until it is cancelled."""
+    """Run one stream after the other, until cancelled."""
     sampling = SamplingParams(max_tokens=STREAM_LEN, temperature=0.0, ignore_eos=True)
     while True:
         arrivals: list[float] = []
@@ -257,7 +257,7 @@ def _by_system(rows: Sequence[dict[str, Any]], workload: str, load: str) -> dict
 
 
 def crossovers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each cell the shortest prompt from which on `split` has the second token first; None: none of these."""
+    """For each cell, find the shortest prompt from which on `split` has the second token first; None: there is none."""
     found = []
     for workload, load in CELLS:
         by_system = _by_system(rows, workload, load)
@@ -270,7 +270,9 @@ def crossovers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def checks(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`auto` is near the better way at every length. Beside streams it is also to spare them, and is not held to it."""
+    """Check that `auto` is near the faster path at every length. Beside streams it must also spare them, so is not
+    checked.
+    """
     found = []
     for workload in (FRESH, CACHED):
         by_system = _by_system(rows, workload, IDLE)

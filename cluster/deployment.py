@@ -250,8 +250,8 @@ class Deployment:
                 self._supervisor = None
             if self._dir is None:
                 return
-            # Collected before Ray stops: processes that lose their parent are no longer found by descent. An interrupted
-            # start may have left processes that no attribute refers to.
+            # Collected before Ray stops: processes that lose their parent are not found by descent any more. An
+            # interrupted start may have left processes that no attribute refers to.
             has_died = private_files.worker_died(self._dir)
             started = set(processes.started_with(str(self._dir)))
             lost = set(self._ray.lost().values()) if self._ray is not None else set()

@@ -1,8 +1,8 @@
-"""One cell of `baton bench decode`: sequences that stand at the end of their prompt are decoded for some steps.
+"""One cell of `baton bench decode`: sequences at the end of their prompts are decoded for some steps.
 
 The runner is Baton's (`engine.step.runner.Runner`), driven as the engine drives it: with `sync` each step is read
-before the next is launched, with `async` the next is launched first. There is no scheduler, no stream and no end
-of a sequence, so that what is measured is the step. KV is random numbers in scattered blocks.
+before the next is launched, with `async` the next is launched first. There is no scheduler, no stream and no end of a
+sequence, so that only the step is measured. KV is random numbers in scattered blocks.
 """
 
 import time
@@ -30,7 +30,7 @@ from baton.model.model import Model
 
 
 def kept(function: Callable[[], object]) -> Call:
-    """The function, as a call that keeps its last result."""
+    """Wrap a function into a call that keeps its last result alive."""
     results: list[object] = [None]
 
     def call() -> None:
@@ -40,15 +40,15 @@ def kept(function: Callable[[], object]) -> Call:
 
 
 class _Stamp(Protocol):
-    """A point in the order of work."""
+    """A time stamp in the order of work."""
 
     def record(self) -> None:
-        """It is here."""
+        """Record the stamp."""
         ...
 
 
 class _HostStamp:
-    """On a CPU: work happens where it is called."""
+    """A stamp on a CPU, where work happens when it is called."""
 
     def __init__(self) -> None:
         self.time_s = 0.0
@@ -59,7 +59,7 @@ class _HostStamp:
 
 
 class _DeviceStamp:
-    """On the device's current stream."""
+    """A stamp on the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,18 +71,18 @@ class _DeviceStamp:
 
 
 class StampedExecutor:
-    """`executor` for a runner; `take` says what was noted.
+    """Wraps a runner's executor and stamps its steps; `take` returns the times.
 
     Args:
-        executor: does the work.
-        device: whose executor it is.
+        executor: executor that does the work.
+        device: device of the executor.
     """
 
     def __init__(self, executor: StepExecutor, device: torch.device) -> None:
         self._executor = executor
         self._device = device
         self._steps: list[tuple[_Stamp, _Stamp]] = []
-        self._end: _Stamp | None = None  # of the step whose second piece comes next
+        self._end: _Stamp | None = None  # end stamp of the step whose second part comes next
 
     def submit(self, work: Callable[[], torch.Tensor], target: torch.Tensor) -> HostFuture:
         """See `StepExecutor`."""
@@ -117,7 +117,7 @@ class StampedExecutor:
         self._executor.close()
 
     def take(self) -> tuple[list[float], list[float]]:
-        """Milliseconds of each step noted since the last call, and between each and the one before; all are over."""
+        """Milliseconds of each step since the last call, and between consecutive steps; waits until all are over."""
         self.drain()
         steps, self._steps = self._steps, []
         within = [_ms_between(begin, end) for begin, end in steps]
@@ -138,7 +138,7 @@ def _ms_between(first: _Stamp, second: _Stamp) -> float:
 
 @dataclass(frozen=True, slots=True, order=True)
 class DecodeCell:
-    """What is measured: which scheduling, how many drafts a step, how many sequences, whether graphs are replayed."""
+    """What is measured: scheduling, drafts per step, number of sequences, and whether graphs are replayed."""
 
     scheduling: SchedulingName
     num_drafts: int
@@ -151,14 +151,14 @@ class CellRound:
     """One cell in one round.
 
     Attributes:
-        tpot_ms: of one sequence's token.
-        tokens_per_s: of all sequences.
-        step_ms: from one step to the next, by the host's clock.
-        launch_ms: of it, the host's time to set the step off.
-        device_ms: from a step's begin on the device to its end.
-        idle_ms: on the device, from a step's end to the next one's begin.
-        tokens_per_step: of one sequence.
-        context_len: positions of a sequence, on average.
+        tpot_ms: time per token of one sequence.
+        tokens_per_s: tokens per second of all sequences.
+        step_ms: time from one step to the next, by the host's clock.
+        launch_ms: part of it that the host takes to launch the step.
+        device_ms: time from a step's begin on the device to its end.
+        idle_ms: time on the device from a step's end to the next one's begin.
+        tokens_per_step: tokens per step of one sequence.
+        context_len: mean positions of a sequence.
     """
 
     tpot_ms: float
@@ -173,18 +173,18 @@ class CellRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceWork:
-    """What one step has a GPU do.
+    """GPU work of one step.
 
     Attributes:
-        kernel_us: microseconds of a step in which each kernel or copy ran, by its name.
-        num_kernels: of them.
+        kernel_us: microseconds per step of each kernel or copy, by name.
+        num_kernels: number of kernels and copies per step.
     """
 
     kernel_us: Mapping[str, float]
     num_kernels: float
 
     def shares(self, num_named: int) -> dict[str, float]:
-        """Of the time in which any ran: that of the so many longest, by name, and of all others."""
+        """Shares of the total time: of the `num_named` longest, by name, and of all others."""
         total_us = sum(self.kernel_us.values())
         ranked = sorted(self.kernel_us.items(), key=lambda item: -item[1])
         named = {name: us / total_us for name, us in ranked[:num_named]}
@@ -192,13 +192,13 @@ class DeviceWork:
 
 
 class DecodeCells:
-    """All cells on one runner, whose slots are filled anew for each turn.
+    """All cells on one runner, whose slots are refilled for each turn.
 
     Args:
-        runner: with `max(options.batches)` slots and `max(options.drafts)` drafts; at rank 0 of a TP group its lead.
-        executor: of the runner.
-        model: the runner's.
-        options: of the run.
+        runner: runner with `max(options.batches)` slots and `max(options.drafts)` drafts; in a TP group, rank 0's.
+        executor: executor of the runner.
+        model: model of the runner.
+        options: options of the run.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class DecodeCells:
         self._rng = np.random.default_rng(options.seed)
 
     def measure(self, cell: DecodeCell) -> CellRound:
-        """One round of a cell."""
+        """Measure one round of a cell."""
         slots = self.fill(cell)
         run = _Run(self._runner, slots, cell, self._options)
         num_warm = run.steps(WARM_STEPS)
@@ -221,7 +221,7 @@ class DecodeCells:
         num_steps, run.launch_s = self._options.steps, 0.0
         begin_s = time.perf_counter()
         num_tokens = run.steps(num_steps)
-        self._runner.drain()  # the last step's draft extend, too
+        self._runner.drain()  # including the last step's draft extend
         took_s = time.perf_counter() - begin_s
         within, between = self._executor.take()
         self.empty(slots)
@@ -238,7 +238,7 @@ class DecodeCells:
         )
 
     def device_work(self, cell: DecodeCell) -> DeviceWork:
-        """What a step does on a GPU, by its profiler."""
+        """Measure a step's GPU work with the profiler."""
         slots = self.fill(cell)
         run = _Run(self._runner, slots, cell, self._options)
         run.steps(WARM_STEPS)
@@ -279,13 +279,13 @@ class DecodeCells:
         return list(range(cell.batch))
 
     def empty(self, slots: list[int]) -> None:
-        """Take them out again; no step is running."""
+        """Release the sequences; no step is running."""
         for slot in slots:
             self._runner.execute(Release(slot))
 
 
 class _Run:
-    """Steps of the same sequences, and the bounds of their lengths, as an engine keeps them."""
+    """Steps of the same sequences, with bounds of their lengths, as an engine keeps them."""
 
     def __init__(
         self, runner: Runner | Rank0Runner, slots: list[int], cell: DecodeCell, options: DecodeOptions
@@ -303,7 +303,7 @@ class _Run:
         self.launch_s = 0.0
 
     def steps(self, count: int) -> int:
-        """Run so many and read them all; the tokens they emitted."""
+        """Run `count` steps and read them all; return the number of emitted tokens."""
         num_tokens = 0
         in_flight: deque[tuple[StepTicket, LaunchedLengths]] = deque()
         for _ in range(count):
@@ -325,19 +325,19 @@ class _Run:
 
 
 def block_tables(options: DecodeOptions) -> list[BlockTable]:
-    """Of every slot, scattered over the pool as in one that has been used for a while."""
+    """Block tables of every slot, scattered over the pool as in one that has been used for a while."""
     num_each, num_sequences = blocks_each(options), max(options.batches)
     order = np.random.default_rng(options.seed).permutation(num_each * num_sequences)
     return [BlockTable(tuple(row), BLOCK_SIZE) for row in order.reshape(num_sequences, num_each).tolist()]
 
 
 def blocks_each(options: DecodeOptions) -> int:
-    """Blocks of one sequence."""
+    """Number of blocks of one sequence."""
     return -(-options.capacity_len // BLOCK_SIZE)
 
 
 def measure_ttft_ms(runner: Runner, options: DecodeOptions, vocab_size: int, *, has_state: bool = False) -> float:
-    """From a prompt that is placed where nothing runs to its first token on the host: chunk by chunk, in slot 0."""
+    """Time from placing a prompt on an idle runner to its first token on the host: chunk by chunk, in slot 0."""
     rng = np.random.default_rng(options.seed)
     place = Place(
         slot=0,

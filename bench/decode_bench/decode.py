@@ -1,9 +1,9 @@
-"""`baton bench decode`: what a decode step costs on one device, with random weights of a published shape.
+"""`baton bench decode`: the cost of a decode step on one device, with random weights of a published shape.
 
-Every (scheduling, number of drafts, batch) is a cell. In each round all cells come once, in random order, after a turn
-of each that does not count; rows hold medians over rounds. Random weights accept no drafts of their own, so with drafts
-the verification is `synthetic`: what is computed is that of the real thing, and each draft stands by chance. Steps are
-measured on `Runner` alone, and so is the time to the first token: of one prompt, where nothing else runs.
+Every (scheduling, number of drafts, batch) is a cell. In each round every cell is measured once, in random order, after
+one turn of each that does not count; rows hold medians over rounds. Random weights accept no drafts of their own, so
+with drafts the verification is `synthetic`: the computation is the real one, and each draft is accepted at random.
+Steps are measured on `Runner` alone, and so is the time to first token: of one prompt, while nothing else runs.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from baton.model.parallel import Communicator
 from baton.model.tensor_spec import tensor_spec
 
 _TURN_KEYS = tuple(field.name for field in dataclasses.fields(CellRound) if field.name != "context_len")
-_MEMORY_SHARE = 0.9  # of what is free
+_MEMORY_SHARE = 0.9  # share of free memory
 _FILLED_TOGETHER = 256  # blocks
 _NUM_NAMED_KERNELS = 12
 _MAX_NAME_LEN = 80
@@ -53,8 +53,8 @@ def bench_decode(options: DecodeOptions, note: Callable[[str], None] = lambda te
     """Measure every cell.
 
     Args:
-        options: which.
-        note: told how far it is.
+        options: options of the run.
+        note: called with progress.
 
     Raises:
         ConfigInvalid: the model is too short for the prompt and the steps, or the KV does not fit into memory.
@@ -98,7 +98,7 @@ def bench_decode(options: DecodeOptions, note: Callable[[str], None] = lambda te
 def measured_turns(
     cells: Mapping[bool, DecodeCells], options: DecodeOptions, note: Callable[[str], None] = lambda text: None
 ) -> dict[DecodeCell, list[CellRound]]:
-    """Every cell once a round, in random order; `cells` without graphs and with."""
+    """Measure every cell once per round, in random order; `cells` are keyed by whether they use graphs."""
     turns: dict[DecodeCell, list[CellRound]] = {
         DecodeCell(mode, k, batch, has_graphs): []
         for has_graphs in cells
@@ -107,7 +107,7 @@ def measured_turns(
         for batch in options.batches
     }
     rng = random.Random(options.seed)
-    for cell in turns:  # kernels are compiled and memory is taken
+    for cell in turns:  # warm-up: compiles kernels and allocates memory
         cells[cell.has_graphs].measure(cell)
     for number in range(options.rounds):
         for cell in rng.sample(list(turns), len(turns)):
@@ -117,19 +117,19 @@ def measured_turns(
 
 
 def _ttft(runner: Runner, options: DecodeOptions, model: Model) -> list[float]:
-    """Milliseconds of each round; an MTP head that the model has runs over every chunk."""
+    """Time to first token of each round, in milliseconds; the model's MTP head, if any, runs over every chunk."""
     has_state = model.kv_layout(BLOCK_SIZE).has_state
     times_ms = [
         measure_ttft_ms(runner, options, model.config.vocab_size, has_state=has_state)
         for _ in range(options.rounds + 1)
     ]
-    return times_ms[1:]  # in the first kernels are compiled and memory is taken
+    return times_ms[1:]  # the first compiles kernels and allocates memory
 
 
 def load_shape(
     options: DecodeOptions, *, communicator: Communicator | None = None, device: torch.device | None = None
 ) -> Model:
-    """A model of the shape with random weights, or a rank's part of it; on `options.device` if none is given.
+    """Make a model of the shape with random weights, or a rank's part of it; on `options.device` by default.
 
     Raises:
         ConfigInvalid: it is too short for the prompt and the steps, does not fit into memory, or has no experts to
@@ -164,9 +164,9 @@ def load_shape(
 
 
 def _balance(model: Model, ep_size: int) -> None:
-    """Give every expert of the model the same work, and so each of the ranks that hold them; its answers mean nothing.
+    """Give every expert, and so each rank that holds experts, the same work; the answers are meaningless.
 
-    Every rank has all tokens of a step, so that all make the same choice.
+    Every rank has all tokens of a step, so all make the same selection.
     """
 
     def rechoose(weight_TK: torch.Tensor, expert_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,10 +203,10 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def make_pool(options: DecodeOptions, model: Model, *, rank: int = 0, size: int = 1) -> KVPool:
-    """Room for the largest batch, filled with random numbers.
+    """Make a pool for the largest batch, filled with random numbers.
 
     Raises:
-        ConfigInvalid: it does not fit into the memory that is free.
+        ConfigInvalid: it does not fit into free memory.
     """
     layout = model.kv_layout(BLOCK_SIZE)
     num_blocks = blocks_each(options) * max(options.batches)
@@ -218,13 +218,13 @@ def make_pool(options: DecodeOptions, model: Model, *, rank: int = 0, size: int 
         raise ConfigInvalid(message, keys=["batch", "prompt-len"])
     pool = KVPool(layout, num_blocks, model.device, rank=rank, size=size, num_state_slots=num_state_slots)
     for index, layer in enumerate(layout.layers):
-        if not layer.is_state:  # an empty state is one, too, and random numbers would not count its tiles
+        if not layer.is_state:  # an empty state is valid, and random numbers would make its tile count invalid
             _fill(pool.blocks(index))
     return pool
 
 
 def _fill(blocks_NHPSD: torch.Tensor) -> None:
-    """With normal numbers; torch draws none in float8, so there they are drawn apart, some blocks at a time."""
+    """Fill with normal numbers; torch cannot draw float8, so those are drawn in another dtype, some blocks at a time."""
     if blocks_NHPSD.dtype.itemsize > 1:
         blocks_NHPSD.normal_()
         return
@@ -235,7 +235,7 @@ def _fill(blocks_NHPSD: torch.Tensor) -> None:
 def make_runner(
     options: DecodeOptions, model: Model, pool: KVPool, group: Communicator | None = None, *, has_graphs: bool
 ) -> Runner:
-    """Baton's, for every cell; a TP group's ranks make theirs at the same time.
+    """Make Baton's runner for every cell; the ranks of a TP group make theirs at the same time.
 
     Raises:
         StartupError: graphs could not be captured.
@@ -264,7 +264,7 @@ def make_runner(
 
 
 def graph_counts(runner: Runner) -> dict[str, Any] | None:
-    """What became of a runner's graphs."""
+    """Counts of a runner's graphs: captured, failed, replayed."""
     if runner.graphs is None:
         return None
     counts = runner.graphs.counts
@@ -278,13 +278,13 @@ def graph_counts(runner: Runner) -> dict[str, Any] | None:
 
 
 def stamp_executor(runner: Runner, device: torch.device) -> StampedExecutor:
-    """The runner's executor, which is stamped from now on."""
+    """Replace the runner's executor by one that is stamped."""
     runner._executor = executor = StampedExecutor(runner._executor, device)
     return executor
 
 
 def identity(options: DecodeOptions, cell: DecodeCell) -> dict[str, Any]:
-    """What was measured."""
+    """Identity of a row: what was measured."""
     return {
         "system": "baton",
         "model": options.shape,
@@ -321,7 +321,7 @@ def measured(turns: Sequence[CellRound]) -> dict[str, float]:
 def floors(
     options: DecodeOptions, model: Model, cell: DecodeCell, turns: Sequence[CellRound], gbps: float, num_ranks: int = 1
 ) -> dict[str, float]:
-    """Of a token, beside `tpot_ms`, and of a step."""
+    """Floors of a token, beside `tpot_ms`, and of a step."""
     found = []
     for turn in turns:
         num_bytes = step_bytes(

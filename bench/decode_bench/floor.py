@@ -1,8 +1,8 @@
-"""The least time a decode step can take on a device: what it must read, at the rate the device was measured to copy.
+"""The least time that a decode step can take on a device: the bytes it must read, at the measured copy rate.
 
-Weights are counted once for every pass that needs them (the caches are smaller), the KV of each sequence once for each
-pass, its state once, activations not at all. Of experts, those that uniform routing is expected to touch,
-or those that balanced routing does.
+Weights are counted once for every pass that needs them (caches are smaller), the KV of each sequence once for each
+pass, its state once, activations not at all. Of experts, those that uniform routing is expected to touch are counted,
+or those that balanced routing touches.
 """
 
 import math
@@ -20,11 +20,11 @@ from baton.model.tensor_spec import tensor_spec
 
 _COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 _NUM_COPIES = 7
-_FP8_BYTES = 1 + 4 / (128 * 128)  # of one element, with its share of the scales
+_FP8_BYTES = 1 + 4 / (128 * 128)  # bytes of one element, including its share of the scales
 
 
 def copy_gbps(device: torch.device) -> float:
-    """Bytes read and written a nanosecond by a plain copy within the device's memory: the median of some."""
+    """Bytes read and written per nanosecond by a plain copy within the device's memory: a median."""
     num_bytes = _COPY_BYTES[device.type]
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -46,7 +46,7 @@ def copy_gbps(device: torch.device) -> float:
 
 
 def weight_bytes(name: str, shape: Sequence[int], dtype: torch.dtype, quantization: Quantization) -> float:
-    """What a tensor of a checkpoint takes once it is loaded, its scales with it."""
+    """Bytes of a checkpoint's tensor once it is loaded, including its scales."""
     is_quantized = quantization is Quantization.FP8 and name.endswith("_proj.weight")
     return math.prod(shape) * (_FP8_BYTES if is_quantized else dtype.itemsize)
 
@@ -67,16 +67,16 @@ def step_bytes(
     """Bytes that one step must read, at each rank of a group.
 
     Args:
-        config: of the model.
-        dtype: of weights.
+        config: configuration of the model.
+        dtype: dtype of the weights.
         num_drafts: K; the drafter runs K - 1 times to draft and once over what was accepted.
-        batch: sequences.
-        context_len: positions of each, on average.
-        num_ranks: that share it all, but for rows of the embedding, which count for nothing.
-        quantization: of the weights of GEMMs.
-        layout: of the pool. Of a state all is counted that a step may read, once.
-        drafter: of EAGLE-3, in place of the MTP head.
-        is_balanced: no expert is chosen again before all are.
+        batch: number of sequences.
+        context_len: mean positions of a sequence.
+        num_ranks: ranks that share everything except rows of the embedding, which are negligible.
+        quantization: quantization of the GEMMs' weights.
+        layout: layout of the pool. All of a state that a step may read is counted, once.
+        drafter: EAGLE-3 drafter, used instead of the MTP head.
+        is_balanced: whether no expert is selected again before all are.
     """
     trunk = mtp = head = 0.0
     for name, shape in tensor_spec(config, with_mtp=num_drafts > 0 and drafter is None).required.items():
@@ -101,7 +101,7 @@ def step_bytes(
 
 
 def _kept_bytes(layout: KVLayout, num_drafts: int, batch: int, context_len: float, num_ranks: int) -> float:
-    """What a step reads of the pool."""
+    """Bytes of the pool that a step reads."""
     rows = [index for index, layer in enumerate(layout.layers) if not layer.is_state]
     total = 0.0
     for index, layer in enumerate(layout.layers):
@@ -112,6 +112,6 @@ def _kept_bytes(layout: KVLayout, num_drafts: int, batch: int, context_len: floa
 
 
 def _share_of_experts(config: ModelConfig, num_rows: int, is_balanced: bool) -> float:
-    """Part of the experts that at least one of so many rows is sent to."""
-    share = config.num_experts_per_token / config.num_experts  # of one row
+    """Share of the experts that at least one of `num_rows` rows is routed to."""
+    share = config.num_experts_per_token / config.num_experts  # share for one row
     return min(1.0, num_rows * share) if is_balanced else 1.0 - (1.0 - share) ** num_rows

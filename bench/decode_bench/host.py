@@ -1,10 +1,10 @@
-"""What a decode step costs the host: the worker's loop and the runner with a forward pass that costs nothing.
+"""Host cost of a decode step: the worker's loop and the runner, with a forward pass that costs nothing.
 
 `python -m baton.bench.decode_bench.host --json` runs the loop of a decode worker (plan, launch, read one step late,
-finish checks, counts, one event a sequence) over a batch that stays, with a step that answers at once with fixed
-accepted lengths. Everything else is Baton's. Counted is CPU time of the whole process, so that no thread hides
-any of it. A calibration loop in plain Python says how fast the machine was. The sockets that the events go to are not
-part of it.
+finish checks, counts, one event per sequence) over a constant batch, with a step that answers at once with fixed
+accepted lengths. Everything else is Baton's. CPU time of the whole process is counted, so that no thread hides any of
+it. A calibration loop in plain Python shows how fast the machine was. The sockets that events are sent to are not
+included.
 """
 
 import argparse
@@ -52,11 +52,11 @@ VOCAB_SIZE = 151_936
 CALIBRATION_LOOPS = 100_000
 
 
-_NO_SOURCE = cast(DraftSource, None)  # of drafts that are never drawn
+_NO_SOURCE = cast(DraftSource, None)  # for drafts that are never drawn
 
 
 class _FakeModel:
-    """What a runner asks of a model, and no weights."""
+    """A model without weights, with what a runner reads of it."""
 
     dtype = torch.float32
     vocab = WHOLE
@@ -73,21 +73,21 @@ class _Sink:
         self.num_events = 0
 
     def emit(self, event: worker_pb2.DecodeEvent) -> None:
-        """Count it."""
+        """Count the event."""
         self.num_events += 1
 
     def end(self, error: BatonError | None = None) -> None:
-        """No more."""
+        """Mark the stream as ended."""
         self.ended = True
 
 
 class _NoIncoming:
-    """An incoming transfer that nothing comes through."""
+    """A source of incoming transfers that never has one."""
 
     wakeup: Callable[[], None]
 
     def poll(self) -> list[Any]:
-        """Nothing."""
+        """Return nothing."""
         return []
 
 
@@ -98,10 +98,10 @@ class _NoText:
 
 
 class _Loop(DecodeWorker):
-    """A decode worker whose loop is turned by hand, and whose sequences are there from the start."""
+    """A decode worker whose loop is turned by the caller, with all sequences there from the start."""
 
     def fill(self, num_sequences: int) -> None:
-        """Admit that many, each in a slot."""
+        """Admit `num_sequences` sequences, each in a slot."""
         for index in range(num_sequences):
             key = AttemptKey(f"r{index}", 1)
             prompt = (1,) * PROMPT_LEN
@@ -130,17 +130,17 @@ class _Loop(DecodeWorker):
             self.engine.scheduler.make_ready(sequence)
 
     def turn(self) -> None:
-        """One turn of the loop."""
+        """Run one turn of the loop."""
         self.engine.step()
 
     @property
     def num_verified(self) -> int:
-        """Sequence steps that were read."""
+        """Number of sequence steps that were read."""
         return self.engine.tally.kept().num_rows
 
 
 class _FakeRunner(Runner):
-    """Its steps accept 0, 1, 2, 3, 0, ... drafts of the sequences, whatever they are."""
+    """A runner whose steps accept 0, 1, 2, 3, 0, ... drafts of the sequences, whatever these are."""
 
     def _sampled(self, work: _Work) -> tuple[DecodeSample | None, PromptSample | None]:
         assert work.decode is not None
@@ -211,7 +211,7 @@ def calibrate_ms() -> float:
 
 
 def measure(batch_size: int, scheduling: SchedulingName, *, num_steps: int, num_rounds: int) -> dict[str, Any]:
-    """One row: milliseconds of a step, by rounds."""
+    """Measure one row: milliseconds of a step, by rounds."""
     loop = _loop(batch_size, scheduling)
     for _ in range(20):
         loop.turn()
@@ -238,7 +238,7 @@ def measure(batch_size: int, scheduling: SchedulingName, *, num_steps: int, num_
 
 
 def bench_decode_host(batches: Sequence[int] = BATCHES, *, num_steps: int = 200, num_rounds: int = 5) -> dict[str, Any]:
-    """Every batch size, with both ways of scheduling."""
+    """Measure every batch size, with both ways of scheduling."""
     torch.set_num_threads(1)
     modes: tuple[SchedulingName, ...] = ("async", "sync")
     rows = [measure(batch, mode, num_steps=num_steps, num_rounds=num_rounds) for batch in batches for mode in modes]
@@ -246,7 +246,7 @@ def bench_decode_host(batches: Sequence[int] = BATCHES, *, num_steps: int = 200,
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="CPU time of the host in one decode step, with a fake forward pass.")
     parser.add_argument("--json", action="store_true", help="one object on stdout")
     parser.add_argument("--steps", type=int, default=200, help="steps a round")

@@ -1,4 +1,4 @@
-"""What `baton bench decode` was asked for, checked before anything is measured."""
+"""Options of `baton bench decode`, checked before anything is measured."""
 
 import itertools
 import operator
@@ -29,32 +29,33 @@ _DTYPES = ("float64", "float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOptions:
-    """One run.
+    """Options of one run.
 
     Attributes:
         shape: name of a model's shape (`bench.model_shapes`).
-        layers: fewer than the shape has; None for all.
-        dtype: of weights, and of KV unless `kv_dtype` says otherwise.
-        device: where steps run.
-        numerics: of the model.
-        quantization: of its weights.
-        kv_dtype: of its KV.
-        implementation: what computes it.
-        schedulings: a subset of SCHEDULINGS.
-        drafts: numbers of drafts a step makes.
+        layers: number of layers, fewer than the shape has; None: all.
+        dtype: dtype of weights, and of KV unless `kv_dtype` says otherwise.
+        device: device of the steps.
+        numerics: numerics of the model.
+        quantization: quantization of its weights.
+        kv_dtype: dtype of its KV.
+        implementation: implementation of its operations.
+        schedulings: subset of SCHEDULINGS.
+        drafts: numbers of drafts per step.
         batches: numbers of sequences.
         graphs: whether steps are replayed from CUDA graphs: without, with, or each in turn.
-        prompt_len: positions that are there before the first step.
+        prompt_len: positions that exist before the first step.
         chunk_len: prompt tokens per prefill step.
-        steps: measured in each round of each cell.
+        steps: steps measured in each round of each cell.
         rounds: how often everything is measured.
-        verification: "synthetic", or "coupled", which random weights never accept anything by.
-        rates: with synthetic: the chance of each draft once those before it stand; the last is that of all behind it.
+        verification: "synthetic", or "coupled", which accepts nothing with random weights.
+        rates: for synthetic: acceptance probability of each draft if all before it were accepted; the last applies to
+            all further ones.
         drafter: "mtp": the shape's MTP head; "eagle3": a layer of its own, with a head of 32,000 tokens.
-        fake_balance: a fixed pattern chooses experts, the same number of tokens for each, and not the router.
-        expert_parallel: a group's ranks hold whole experts.
-        temperature: of every sequence; 0 is greedy.
-        seed: of weights, tokens, block ids and the order of cells.
+        fake_balance: whether a fixed pattern, not the router, selects experts, with equally many tokens for each.
+        expert_parallel: whether a group's ranks hold whole experts.
+        temperature: temperature of every sequence; 0 is greedy.
+        seed: seed of weights, tokens, block ids and the order of cells.
     """
 
     shape: str
@@ -83,12 +84,12 @@ class DecodeOptions:
 
     @property
     def capacity_len(self) -> int:
-        """Positions that one sequence may come to occupy, whatever is accepted."""
+        """Positions that one sequence may occupy, whatever is accepted."""
         return self.prompt_len + 1 + (max(self.drafts) + 1) * (WARM_STEPS + self.steps + 1)
 
     @property
     def verification_config(self) -> VerificationConfig:
-        """Of all steps."""
+        """Verification of all steps."""
         if self.verification == "synthetic":
             rates = (*self.rates, *self.rates[-1:] * MAX_DRAFTS)[: max(self.drafts)]
             return VerificationConfig.synthetic(*itertools.accumulate(rates, operator.mul))
@@ -121,10 +122,10 @@ def read_options(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> DecodeOptions:
-    """Check the command line; device and dtype are resolved already.
+    """Check the command line; device and dtype are already resolved.
 
     Raises:
-        ConfigInvalid: a name or a value that does not exist.
+        ConfigInvalid: a name or a value does not exist.
     """
     names = {"dtype": dtype, "numerics": numerics, "quantization": quantization, "kernels": kernels}
     names |= {"kv-cache-dtype": kv_dtype, "verification": verification, "cuda-graphs": cuda_graphs, "drafter": drafter}
@@ -197,7 +198,7 @@ def _one_of(key: str, name: str, known: Sequence[str]) -> None:
 
 
 def _chances(text: str) -> tuple[float, ...]:
-    """Those of `0.75,0.6,0.5`."""
+    """Parse probabilities such as `0.75,0.6,0.5`."""
     try:
         chances = tuple(map(float, text.split(",")))
     except ValueError:
@@ -208,7 +209,7 @@ def _chances(text: str) -> tuple[float, ...]:
 
 
 def _numbers(key: str, text: str, least: int, most: int) -> tuple[int, ...]:
-    """Those of `1,16,64`, each once, in order."""
+    """Parse numbers such as `1,16,64`, each once, in order."""
     numbers: list[int] = []
     for part in text.split(","):
         if not (part.isascii() and part.isdecimal() and least <= int(part[:9]) <= most):

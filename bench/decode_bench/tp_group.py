@@ -22,7 +22,7 @@ BLOCKS_EACH = 80
 
 
 class TPGroup:
-    """`size` ranks that have met."""
+    """`size` ranks that have formed a group."""
 
     def __init__(self, size: int, device_type: str, *, shares_memory: bool = True) -> None:
         make = partial(TPGroupRank, shares_memory=shares_memory)
@@ -31,12 +31,12 @@ class TPGroup:
         self.call("meet", *place)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """At every rank at once; answers in rank order."""
+        """Call a method at every rank at once; results are in rank order."""
         waiting: list[Callable[[], Any]] = [rank.post(method, *arguments) for rank in self._ranks]
         return [wait() for wait in waiting]
 
     def end(self) -> None:
-        """End the processes, whatever they do."""
+        """End the processes, whatever they are doing."""
         for rank in self._ranks:
             rank.end()
 
@@ -44,13 +44,13 @@ class TPGroup:
 def bench_decode_tp_group(
     options: DecodeOptions, size: int, num_decisions: int = 500, *, shares_memory: bool = True
 ) -> dict[str, Any]:
-    """Decision messages, exchanges of rows on GPUs, and decode steps, as rows of the same object."""
+    """Measure decision messages, exchanges of rows on GPUs, and decode steps, as rows of one result."""
     decisions: list[dict[str, Any]] = []
     exchanges: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     graphs = None
     for has_graphs in options.graphs:
-        # One for each: its lead lets the others go in the end.
+        # One group for each, because rank 0 releases the others at the end.
         tp_group = TPGroup(size, options.device.type, shares_memory=shares_memory)
         try:
             if not decisions:
@@ -84,7 +84,7 @@ def _time_exchanges(tp_group: TPGroup, size: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="one object on stdout")
     parser.add_argument("--ranks", type=int, default=2)

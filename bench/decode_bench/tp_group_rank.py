@@ -1,6 +1,6 @@
-"""One rank of a TP group that is measured, in a process of its own: NCCL on a GPU of its own each, gloo on CPUs.
+"""One rank of a measured TP group, in a process of its own: NCCL with one GPU per rank, or gloo on CPUs.
 
-`bench.actor.SpawnedRemote` serves it. `meet` and everything after it is for all ranks at the same time.
+`bench.actor.SpawnedRemote` serves it. `meet` and everything after it must be called at all ranks at the same time.
 """
 
 import time
@@ -42,10 +42,10 @@ class TPGroupRank:
     """See the module.
 
     Args:
-        rank: this one.
-        size: of the TP group.
+        rank: number of this rank.
+        size: size of the TP group.
         device_type: "cuda" or "cpu".
-        shares_memory: let small tensors cross through memory that GPUs share.
+        shares_memory: whether small tensors are exchanged through memory that GPUs share.
     """
 
     def __init__(self, rank: int, size: int, device_type: str, *, shares_memory: bool = True) -> None:
@@ -60,13 +60,13 @@ class TPGroupRank:
         self._channel: PlanChannel | None = None
 
     def open(self) -> tuple[int, str, str]:
-        """Rank 0: where the others come."""
+        """At rank 0: listen, and return where the other ranks connect."""
         self._store = open_store(0, self._size, 0)
         self._listener = tp_group_join.RankListener(plan_codec(), self._size)
         return self._store.port, self._listener.address, self._listener.token
 
     def meet(self, port: int, address: str, token: str) -> None:
-        """Become a TP group."""
+        """Form the TP group."""
         if self._listener is not None:
             link = self._listener.accept(MEET_TIMEOUT_S)
         else:
@@ -84,15 +84,15 @@ class TPGroupRank:
 
     @torch.inference_mode()
     def time_decisions(self, batch: int, num_drafts: int, num_blocks: int, count: int) -> dict[str, float]:
-        """Microseconds of a decision message of such a step, and of its broadcast alone; on GPUs in a graph, too.
+        """Microseconds of such a step's decision message, and of its broadcast alone; on GPUs also in a graph.
 
-        On GPUs also those of the two kernels that make and compare it, each alone.
+        On GPUs also microseconds of the two kernels that make and compare it, each alone.
 
         Args:
-            batch: sequences.
+            batch: number of sequences.
             num_drafts: K.
             num_blocks: entries of each block table.
-            count: messages that are launched one by one.
+            count: number of messages that are launched one by one.
         """
         assert self._channel is not None
         group = self._channel.communicator
@@ -131,7 +131,7 @@ class TPGroupRank:
 
     @torch.inference_mode()
     def time_exchanges(self, num_rows: int, hidden_size: int) -> dict[str, float]:
-        """Microseconds of a sum and of a gather of such rows in bfloat16, in a graph of many."""
+        """Microseconds of a sum and of a gather of bfloat16 rows, in a graph of many."""
         assert self._channel is not None
         group = self._channel.communicator
         x = torch.ones(num_rows, hidden_size, dtype=torch.bfloat16, device=self._device)
@@ -142,7 +142,7 @@ class TPGroupRank:
 
     @torch.inference_mode()
     def measure_decode(self, options: DecodeOptions, has_graphs: bool) -> tuple[list[dict[str, Any]], Any]:
-        """Rank 0: the rows of every cell without graphs, or with, and what became of them; the others follow."""
+        """At rank 0: rows of every cell, with or without graphs, and the graph counts; the other ranks follow."""
         assert self._channel is not None
         group = self._channel.communicator
         model = load_shape(options, communicator=group, device=self._device)
@@ -174,7 +174,7 @@ class TPGroupRank:
             self._channel.communicator.close()
 
     def _time_graph(self, work: Any) -> float:
-        """Of `work` within a graph that holds it many times."""
+        """Time of `work`, in a graph that contains it many times."""
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):

@@ -1,9 +1,9 @@
-"""What Baton's kernels are held against, none of it a dependency: each is imported when a case asks for it.
+"""Baselines of Baton's kernels. None is a dependency: each is imported when a case asks for it.
 
-A function here or in `kernel_baselines_attention` and `kernel_baselines_gemm` gives a system or none: `{"fa3": [...]}`,
-or `{}` where the package cannot be imported, so that a case adds a baseline with one line, `**fa3(sets)`. Baselines
-get memory of their own where their layout differs from Baton's, and what vLLM prepares once for all layers of a step is
-prepared outside of the calls. What is there and what is not, and why, is in the result's `baselines`.
+A function here or in `kernel_baselines_attention` and `kernel_baselines_gemm` returns a system or none: `{"fa3":
+[...]}`, or `{}` if the package cannot be imported, so that a case adds a baseline with one line, `**fa3(sets)`.
+Baselines get memory of their own if their layout differs from Baton's, and what vLLM prepares once for all layers of a
+step is prepared outside the calls. The result's `baselines` says which are available, and why others are not.
 """
 
 import functools
@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 from baton.bench.kernel_bench.case import ERRORS, Call
 
-TORCH_COMPILE = "torch_compile"  # the name of a system that `torch.compile` makes
-_MAX_SHAPES = 4096  # of one function that are compiled, in a process that measures many rows
+TORCH_COMPILE = "torch_compile"  # name of the system made by `torch.compile`
+_MAX_SHAPES = 4096  # compiled shapes of one function, in a process that measures many rows
 
 Baseline = dict[str, list[Call]]
 
@@ -35,7 +35,7 @@ _MODULES = {
 
 @functools.cache
 def imported(name: str) -> tuple[Any, str]:
-    """The module of a baseline, or None and why not."""
+    """Import the module of a baseline; or None and the reason."""
     try:
         module = importlib.import_module(_MODULES[name])
     except ERRORS as error:
@@ -50,26 +50,26 @@ def imported(name: str) -> tuple[Any, str]:
 
 
 def availability() -> dict[str, str]:
-    """Of each baseline that is not torch's own: "available", or why not."""
+    """For each baseline that is not torch's own: "available", or the reason why not."""
     return {name: imported(name)[1] or "available" for name in _MODULES}
 
 
 def each(function: Callable[..., object], sets: Sequence[Sequence[Any]]) -> list[Call]:
-    """A call for each set of buffers: `function` with its arguments."""
+    """Make a call for each set of buffers: `function` with its arguments."""
     return [functools.partial(function, *arguments) for arguments in sets]
 
 
 def torch_compiled(
     function: Callable[..., object], sets: Sequence[Sequence[Any]], name: str = TORCH_COMPILE
 ) -> Baseline:
-    """`torch.compile` of a reference, for these shapes alone; nothing on a CPU, where it would take minutes."""
+    """`torch.compile` of a reference, for these shapes only; nothing on a CPU, where it would take minutes."""
     if not any(getattr(argument, "is_cuda", False) for argument in sets[0]):
         return {}
     return {name: each(compiled(function), sets)}
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function by `torch.compile`, one thread of compilation and no limit that many rows would meet."""
+    """Compile a function with `torch.compile`, with one compile thread and no limit that many rows would reach."""
     import torch
     import torch._dynamo.config
     import torch._inductor.config
@@ -86,7 +86,7 @@ _FULL_GRID = 128  # programs that need no split, as vLLM has it
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention:
-    """One set of buffers, as Baton has it.
+    """One set of buffers, in Baton's layout.
 
     Attributes:
         query_THD: all queries, sequence after sequence.
@@ -94,8 +94,8 @@ class PagedAttention:
         value_NHSD: view of the pool.
         block_table: [B, blocks of a sequence].
         q_lens: queries of each sequence.
-        kv_lens: positions of each, its queries' included.
-        scale: of scores.
+        kv_lens: positions of each sequence, including its queries'.
+        scale: factor of scores.
     """
 
     query_THD: torch.Tensor
@@ -108,19 +108,19 @@ class PagedAttention:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether keys and values are."""
+        """Whether keys and values are float8."""
         return self.key_NHSD.dtype == torch.float8_e4m3fn
 
     @functools.cached_property
     def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, copied into the layout of the others."""
+        """Copy keys and values into the layout of the baselines."""
         return self.key_NHSD.transpose(1, 2).contiguous(), self.value_NHSD.transpose(1, 2).contiguous()
 
 
 def fa3(sets: Sequence[PagedAttention]) -> Baseline:
-    """FlashAttention-3: `fa3` decides within each call how to split, `fa3_planned` is told, once for all layers.
+    """FlashAttention-3: `fa3` decides in each call how to split, `fa3_planned` gets one plan for all layers.
 
-    With fp8 keys and values it wants fp8 queries, too; the scales are 1.
+    With fp8 keys and values it needs fp8 queries, too; the scales are 1.
     """
     module, _ = imported("fa3")
     if module is None:
@@ -137,7 +137,7 @@ def fa3(sets: Sequence[PagedAttention]) -> Baseline:
 
 
 def vllm_attention(sets: Sequence[PagedAttention]) -> Baseline:
-    """The Triton kernel of vLLM, with its split of the keys where it would use one."""
+    """vLLM's Triton kernel, which splits the keys as vLLM would."""
     module, _ = imported("vllm_attention")
     if module is None or any(one.is_fp8 for one in sets):
         return {}
@@ -228,13 +228,13 @@ def _unified(module: Any, arguments: dict[str, Any]) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedLatents:
-    """One set of buffers of attention over latents; the rows themselves, which are random, are made anew.
+    """One set of buffers of attention over latents; the latent rows are random, so they are made anew.
 
     Attributes:
         query_BQAX: absorbed queries, bfloat16.
         latent_dim: columns of a row that are values.
-        kv_lens: positions of each sequence, its queries' included.
-        scale: of scores.
+        kv_lens: positions of each sequence, including its queries'.
+        scale: factor of scores.
     """
 
     query_BQAX: torch.Tensor
@@ -254,7 +254,7 @@ class PagedLatents:
 
 
 def flash_mla(sets: Sequence[PagedLatents]) -> Baseline:
-    """FlashMLA, in blocks of 64; its plan is made by the first call, before any is timed."""
+    """FlashMLA, in blocks of 64; the first call makes its plan, before any is timed."""
     module, _ = imported("flash_mla")
     if module is None:
         return {}
@@ -262,7 +262,7 @@ def flash_mla(sets: Sequence[PagedLatents]) -> Baseline:
 
 
 def fa3_latents(sets: Sequence[PagedLatents]) -> Baseline:
-    """FlashAttention-3 over latents: turned columns are its queries and keys, latents its values and second queries."""
+    """FlashAttention-3 over latents: RoPE columns are its queries and keys, latents its values and second queries."""
     module, _ = imported("fa3")
     if module is None:
         return {}
@@ -316,7 +316,7 @@ class BlockScaled:
         row_scales: float32 [M, K / 128]; [E, M, K / 128] if masked.
         weights_NK: float8_e4m3fn; [E, N, K] if masked.
         weight_scales: float32 [N / 128, K / 128]; [E, ...] if masked.
-        num_rows_E: int32, rows of each expert that count; None unless masked.
+        num_rows_E: int32, number of valid rows per expert; None unless masked.
     """
 
     rows_MK: torch.Tensor
@@ -327,7 +327,7 @@ class BlockScaled:
 
 
 def deep_gemm(sets: Sequence[BlockScaled]) -> Baseline:
-    """DeepGEMM; scales already lie as it wants them."""
+    """DeepGEMM; scales are already in its layout."""
     module, _ = imported("deep_gemm")
     if module is None:
         return {}
@@ -335,7 +335,7 @@ def deep_gemm(sets: Sequence[BlockScaled]) -> Baseline:
 
 
 def deep_gemm_masked(sets: Sequence[BlockScaled], expected_m: int) -> Baseline:
-    """DeepGEMM's masked grouped form; it is told how many rows an expert has on average."""
+    """DeepGEMM's masked grouped GEMM; it is given the mean number of rows per expert."""
     module, _ = imported("deep_gemm")
     if module is None:
         return {}
@@ -348,7 +348,7 @@ def deep_gemm_masked(sets: Sequence[BlockScaled], expected_m: int) -> Baseline:
 
 
 def scaled_mm(sets: Sequence[BlockScaled]) -> Baseline:
-    """`torch._scaled_mm`: the same codes with one scale for a whole tensor, which is less to do, and other numbers."""
+    """`torch._scaled_mm`: the same values with one scale for a whole tensor, which is less work with other results."""
     one = torch.ones((), device=sets[0].rows_MK.device)
     return {
         "scaled_mm": [
@@ -366,7 +366,7 @@ def scaled_mm(sets: Sequence[BlockScaled]) -> Baseline:
 
 
 def scaled_mm_blocks(sets: Sequence[BlockScaled]) -> Baseline:
-    """`F.scaled_mm` with these very scales; rows are padded to a multiple of four, outside of the calls."""
+    """`F.scaled_mm` with the same block scales; rows are padded to a multiple of four, outside the calls."""
     return {"scaled_mm_blocks": [_scaled_mm_blocks(one) for one in sets]}
 
 
@@ -378,7 +378,7 @@ class BaselineExperts:
         rows_MK: bfloat16.
         gate_up_ENK: float8_e4m3fn, or bfloat16 without scales; N = 2 I.
         gate_up_scales: float32 [E, N / 128, K / 128].
-        down_EKI: of the same dtype.
+        down_EKI: same dtype.
         down_scales: float32 [E, K / 128, I / 128].
         weights: float32 [M, experts of a row].
         experts: int32 [M, experts of a row].
@@ -394,14 +394,14 @@ class BaselineExperts:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether weights are."""
+        """Whether weights are float8."""
         return self.gate_up_ENK.dtype == _FP8
 
 
 def vllm_moe(sets: Sequence[BaselineExperts]) -> Baseline:
-    """Triton kernels of vLLM with its tuned configurations, and what `torch.compile` makes of the rest of the layer.
+    """vLLM's Triton kernels with its tuned configurations, and `torch.compile` for the rest of the layer.
 
-    To its advantage: rows are sorted by expert outside of the calls, and SiLU is fused with the quantization.
+    To its advantage, rows are sorted by expert outside the calls, and SiLU is fused with the quantization.
     """
     module, _ = imported("vllm_moe")
     if module is None:
@@ -431,7 +431,7 @@ def _deep_gemm(module: Any, rows: Any, weights: Any, out: torch.Tensor) -> torch
 def _deep_gemm_masked(
     module: Any, rows: Any, weights: Any, out: torch.Tensor, num_rows_E: torch.Tensor | None, expected_m: int
 ) -> None:
-    # Nothing is returned: rows beyond the mask hold whatever was there.
+    # Nothing is returned, because rows beyond the mask are arbitrary.
     module.fp8_m_grouped_gemm_nt_masked(rows, weights, out, num_rows_E, expected_m, disable_ue8m0_cast=True)
 
 
@@ -476,9 +476,9 @@ def _summed(parts_MkK: torch.Tensor) -> torch.Tensor:
 
 
 def sorted_by_expert(experts: torch.Tensor, num_experts: int, block: int) -> tuple[torch.Tensor, ...]:
-    """Places of all (row, choice) pairs by expert, padded so that no block has two; the expert of each block; the end.
+    """Sort all (row, choice) pairs by expert into blocks of one expert: places, expert per block, and the end.
 
-    As vLLM's `moe_align_block_size` gives them.
+    The format is that of vLLM's `moe_align_block_size`.
     """
     flat = experts.flatten().long()
     num_pairs = flat.numel()

@@ -1,6 +1,6 @@
-"""One row of `baton bench kernels`, said as data: what runs, what it must move and compute, what it is held against.
+"""One row of `baton bench kernels` as data: what runs, what it must move and compute, and its baselines.
 
-Every system is a list of calls, one for each of several sets of buffers, all captured into one CUDA graph: so a launch
+Every system is a list of calls, one for each of several sets of buffers, all captured into one CUDA graph. So a launch
 costs what it costs in a decode step, and no set is still in the L2 cache when its turn comes again.
 """
 
@@ -17,7 +17,7 @@ from baton.core.errors import BatonError
 ERRORS = (
     BatonError,
     TritonError,
-    RuntimeError,  # torch's own, of memory and of devices too
+    RuntimeError,  # torch's errors, including memory and device errors
     ValueError,
     TypeError,
     AssertionError,
@@ -33,7 +33,7 @@ MAX_MESSAGE_LEN = 600
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
-    """Its type and the beginning of what it says."""
+    """Type of an error and the beginning of its message."""
     return {"error": type(error).__name__, "message": str(error)[:MAX_MESSAGE_LEN]}
 
 
@@ -47,15 +47,15 @@ class KernelCase:
 
     Attributes:
         kernel: name of the public function.
-        shape: in words, "M=16 N=24576 K=4096".
-        num_bytes: that must be read and written, at least.
-        num_flops: that must be computed; 0 where bytes decide.
-        flops_dtype: "bf16" or "fp8", the rate that counts.
-        is_read: whether almost all bytes are read, so that the floor is of reading and not of copying.
-        set_bytes: of one set of buffers, so that enough sets are made to exceed the L2 cache twice.
+        shape: shape in words, "M=16 N=24576 K=4096".
+        num_bytes: minimum bytes that must be read and written.
+        num_flops: operations that must be computed; 0 if bandwidth decides.
+        flops_dtype: "bf16" or "fp8", the rate that applies.
+        is_read: whether almost all bytes are read, so that the floor is the read rate, not the copy rate.
+        set_bytes: bytes of one set of buffers, so that enough sets are made to exceed the L2 cache twice.
         prepare: (device, number of sets) -> the systems: "ours", other forms of ours ("swap_off", "invariant"), and
             baselines ("torch", "fa3", ...). A baseline that is not importable is absent; one that fails is an error.
-        only_gpu: left out on a CPU, where the bench itself is tried on what remains.
+        only_gpu: whether it is left out on a CPU, where the other cases test the bench itself.
     """
 
     kernel: str
@@ -75,16 +75,16 @@ def _none_may(_options: Mapping[str, object]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningPoint:
-    """A row of the table of tuned configurations (`kernels.tuning`) that is to be found.
+    """A row of the tuned table (`kernels.tuning`) that is to be determined.
 
     Attributes:
-        kernel: as `kernels.tuning.find` is asked for it.
-        shape: as it is asked.
-        size: as it is asked.
-        candidates: options to choose from, each a row as it would be committed.
-        set_bytes: as of a `KernelCase`.
+        kernel: kernel, as given to `kernels.tuning.find`.
+        shape: shape, as given to it.
+        size: size, as given to it.
+        candidates: options to choose from, each a row in the committed form.
+        set_bytes: as in `KernelCase`.
         prepare: (device, number of sets, options) -> calls, one for each set.
-        may_spill: candidates whose code keeps registers in memory by design, where that costs nothing.
+        may_spill: which candidates may spill registers by design, where that costs nothing.
     """
 
     kernel: str

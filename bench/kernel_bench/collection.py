@@ -1,6 +1,6 @@
-"""Which rows and tuning points there are: those of every module in `bench/kernel_cases`, in order of names.
+"""Collects rows and tuning points from every module in `bench/kernel_cases`, in order of names.
 
-A module that cannot be imported is a failure of its own, and no reason to leave out the others.
+A module that cannot be imported is a failure of its own, and does not affect the others.
 """
 
 import importlib
@@ -15,11 +15,11 @@ from baton.bench.kernel_bench.case import ERRORS, KernelCase, TuningPoint, failu
 
 @dataclass(frozen=True, slots=True, order=True)
 class CasePlace:
-    """Where a case or a point is found again, in another process too.
+    """Where to find a case or a point, also from another process.
 
     Attributes:
-        module: of `bench.kernel_cases`.
-        index: in what its function gives.
+        module: module of `bench.kernel_cases`.
+        index: index in the list that its function returns.
     """
 
     module: str
@@ -28,11 +28,11 @@ class CasePlace:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All that was looked for.
+    """Everything that was found.
 
     Attributes:
-        cases: or points, by their places.
-        failures: of modules.
+        cases: cases or points, by place.
+        failures: failures of modules.
     """
 
     cases: dict[CasePlace, Any]
@@ -40,22 +40,22 @@ class Found:
 
 
 def module_names() -> list[str]:
-    """Of all modules."""
+    """Names of all modules."""
     return sorted(module.name for module in pkgutil.iter_modules(kernel_cases.__path__))
 
 
 def of_module(name: str, function: str) -> Sequence[Any]:
-    """What `cases` or `tuning` of one module gives; nothing if it has no such function."""
+    """Return a module's `cases` or `tuning`; nothing if it has no such function."""
     module = importlib.import_module(f"{kernel_cases.__name__}.{name}")
     return getattr(module, function, list)()
 
 
 def find_cases(only: Sequence[str] = (), *, is_cpu: bool = False) -> Found:
-    """The cases to run.
+    """Find the cases to run.
 
     Args:
-        only: those with one of these words in "module kernel shape"; all if there is none.
-        is_cpu: leave out what needs a GPU.
+        only: words, one of which must be in "module kernel shape"; all cases if empty.
+        is_cpu: whether to leave out what needs a GPU.
     """
     found = _find("cases", only)
     cases = {place: case for place, case in found.cases.items() if not (is_cpu and case.only_gpu)}
@@ -63,18 +63,18 @@ def find_cases(only: Sequence[str] = (), *, is_cpu: bool = False) -> Found:
 
 
 def find_points(only: Sequence[str] = ()) -> Found:
-    """The points to tune; `only` as of `find_cases`, with sizes after the shape."""
+    """Find the points to tune; `only` as in `find_cases`, with sizes after the shape."""
     return _find("tuning", only)
 
 
 def case_at(place: CasePlace) -> KernelCase:
-    """One case."""
+    """Return one case."""
     case: KernelCase = of_module(place.module, "cases")[place.index]
     return case
 
 
 def point_at(place: CasePlace) -> TuningPoint:
-    """One point."""
+    """Return one point."""
     point: TuningPoint = of_module(place.module, "tuning")[place.index]
     return point
 

@@ -1,7 +1,7 @@
-"""What a device can do at most, measured in the same run as the kernels: bandwidths, matmul rates, an empty launch.
+"""Measures what a device can do at most, in the same run as the kernels: bandwidths, matmul rates, an empty launch.
 
-A floor is the larger of two times: what must be moved at the bandwidth of its kind, what must be computed at the rate
-of its dtype.
+A floor is the larger of two times: the bytes at the bandwidth of their kind, and the operations at the rate of their
+dtype.
 """
 
 import math
@@ -29,17 +29,17 @@ _CPU_CACHE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of one device.
+    """Rates of one device.
 
     Attributes:
-        device: its name.
-        copy_gbps: bytes read and written a nanosecond by a plain copy.
-        read_gbps: bytes that a sum over a large tensor reads.
-        bf16_tflops: of a large matmul.
-        fp8_tflops: of a large matmul with one scale a tensor; on a CPU that of bf16.
-        launch_ms: of a kernel that does nothing, within a CUDA graph; 0 on a CPU.
-        touch_ms: of a kernel that loads one number out of the cache and stores it: what any kernel waits for at least.
-        cache_bytes: of the last cache before memory.
+        device: name of the device.
+        copy_gbps: bytes read and written per nanosecond by a plain copy.
+        read_gbps: bytes read per nanosecond by a sum over a large tensor.
+        bf16_tflops: rate of a large matmul.
+        fp8_tflops: rate of a large matmul with one scale per tensor; on a CPU that of bf16.
+        launch_ms: time of an empty kernel within a CUDA graph; 0 on a CPU.
+        touch_ms: time of a kernel that loads one number from the cache and stores it, the minimum of any kernel.
+        cache_bytes: size of the last cache before memory.
     """
 
     device: str
@@ -52,20 +52,20 @@ class Rates:
     cache_bytes: int
 
     def floor_ms(self, case: KernelCase) -> float:
-        """The least time of a case, without the launch."""
+        """Least time of a case, without the launch."""
         gbps = self.read_gbps if case.is_read else self.copy_gbps
         tflops = {"bf16": self.bf16_tflops, "fp8": self.fp8_tflops}[case.flops_dtype]
         return max(case.num_bytes / gbps / 1e6, case.num_flops / tflops / 1e9)
 
     def as_json(self) -> dict[str, Any]:
-        """Rounded."""
+        """Return the rates, rounded."""
         return {
             key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in asdict(self).items()
         }
 
 
 def measure_rates(device_name: str, step: Step) -> Rates:
-    """All of them; a few seconds on a GPU."""
+    """Measure all rates; takes a few seconds on a GPU."""
     device = torch.device(device_name)
     step("rates")
     with torch.inference_mode():
@@ -95,14 +95,14 @@ def measure_rates(device_name: str, step: Step) -> Rates:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Of the L2 cache of a GPU; for a CPU something small, whose figures are of no use."""
+    """Size of a GPU's L2 cache; something small for a CPU, whose numbers are meaningless."""
     if device.type != "cuda":
         return _CPU_CACHE_BYTES
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def num_sets(set_bytes: int, device: torch.device, max_sets: int) -> int:
-    """Of buffers, so that together they are twice the cache and fit into 0.4 of the memory that is free."""
+    """Number of buffer sets that together are twice the cache and fit into 0.4 of the free memory."""
     wanted = math.ceil(2 * cache_bytes(device) / max(1, set_bytes))
     if device.type == "cuda":
         free_bytes = torch.cuda.mem_get_info(device)[0]
@@ -117,7 +117,7 @@ def _median_ms(calls: list[Call], device: torch.device) -> float:
 
 def _fp8_matmul(left: torch.Tensor, right: torch.Tensor) -> Call:
     one = torch.ones((), device=left.device)
-    left_fp8, right_fp8 = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t()  # columns lie together
+    left_fp8, right_fp8 = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t()  # column-major
     multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
     return lambda: multiply(left_fp8, right_fp8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 

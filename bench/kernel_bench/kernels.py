@@ -1,8 +1,8 @@
-"""`baton bench kernels`: every kernel at the shapes it serves, beside its floor and what else computes the same.
+"""`baton bench kernels`: measures every kernel at the shapes it serves, beside its floor and its baselines.
 
-The supervisor: it decides what is measured next, writes down what came of it, and never touches the device. On a GPU
-rows are measured in a child (`bench.kernel_bench.processes`), after several have compiled what the rows need; on a CPU
-in this process, so that the bench itself is tested.
+This is the supervisor: it decides what is measured next, records the results, and never touches the device. On a GPU,
+rows are measured in a child process (`bench.kernel_bench.processes`), after several children have compiled what the
+rows need; on a CPU in this process, to test the bench itself.
 """
 
 import json
@@ -30,17 +30,17 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelOptions:
-    """One run.
+    """Options of one run.
 
     Attributes:
-        only: words; a row is measured if its module, kernel or shape has one of them. Empty: all.
+        only: words; a row is measured if its module, kernel or shape has one of them. Empty: all rows.
         device: "cuda" or "cpu".
         rounds: how often each system of a row is measured.
-        limit_s: of the whole run; rows that have not begun by then are named.
-        case_limit_s: of one row, until its process is ended.
-        jobs: processes that compile before anything is measured; 0 leaves that out.
-        out: file that holds the result so far after every row.
-        seed: of buffers and order.
+        limit_s: time limit of the whole run; rows that have not begun by then are listed.
+        case_limit_s: time limit of one row, after which its process is killed.
+        jobs: processes that compile before anything is measured; 0: none.
+        out: file that gets the result so far after every row.
+        seed: seed of buffers and order.
     """
 
     only: tuple[str, ...] = ()
@@ -64,10 +64,10 @@ def read_options(
     out: Path | None,
     seed: int,
 ) -> KernelOptions:
-    """Check what was typed.
+    """Check the command line.
 
     Raises:
-        ConfigInvalid: a value that does not exist, or a device that is not there.
+        ConfigInvalid: a value does not exist, or a device is not available.
     """
     if device not in _DEVICES:
         raise ConfigInvalid(f"--device {device}: must be auto, {' or '.join(_DEVICES)}", keys=["device"])
@@ -94,22 +94,22 @@ def read_options(
     )
 
 
-_WARM_SHARE = 0.4  # of the whole limit, at most
+_WARM_SHARE = 0.4  # maximum share of the whole limit
 _RATES_LIMIT_S = 120.0
-_MAX_TRIES = 4  # of one row, each without the systems that ended the ones before
+_MAX_TRIES = 4  # of one row, each without the systems that ended earlier tries
 
 Note = Callable[[str], None]
 
 
 def bench_kernels(options: KernelOptions, note: Note = lambda text: None) -> dict[str, Any]:
-    """Measure every row that was asked for.
+    """Measure every requested row.
 
     Args:
-        options: which.
-        note: told how far it is.
+        options: options of the run.
+        note: called with progress.
 
     Raises:
-        ConfigInvalid: no row is like that.
+        ConfigInvalid: no row matches.
     """
     found = find_cases(options.only, is_cpu=options.device == "cpu")
     if not found.cases and not found.failures:
@@ -125,21 +125,21 @@ def bench_kernels(options: KernelOptions, note: Note = lambda text: None) -> dic
 
 
 def _work(task: RowTask | str, step: Step) -> Measured | Rates | dict[str, str]:
-    """What a child does."""
+    """Work of a child process."""
     if isinstance(task, RowTask):
         return measure_row(task, step)
     return availability() if task == "baselines" else measure_rates(task, step)
 
 
 class _Run:
-    """One run: what is to be done, and what came of it so far."""
+    """State of one run: what remains to be done, and the results so far."""
 
     def __init__(self, options: KernelOptions, note: Note, cases: Mapping[CasePlace, KernelCase]) -> None:
         self._options, self._note, self._cases = options, note, cases
         self._end_s = time.monotonic() + options.limit_s
         self._child: Child | Here = Child(_work) if options.device == "cuda" else Here(_work)
         self._without: dict[CasePlace, set[str]] = {place: set() for place in cases}
-        self._head = result("kernels", [])  # asks git, which is too slow for every row
+        self._head = result("kernels", [])  # calls git, which is too slow for every row
         self._rates: Rates | None = None
         self._baselines: dict[str, str] = {}
         self.rows: list[dict[str, Any]] = []
@@ -147,11 +147,11 @@ class _Run:
         self._skipped = [self._name(place) for place in cases]
 
     def warm_up(self) -> None:
-        """Compile what the rows need, in several processes; what fails there fails again where it is measured."""
+        """Compile what the rows need, in several processes; failures appear again when the rows are measured."""
         options = self._options
         if options.device != "cuda" or not options.jobs:
             return
-        # In random order: neighbours need much memory at the same time.
+        # In random order, because neighbours would need much memory at the same time.
         places = random.Random(options.seed).sample(list(self._cases), len(self._cases))
         tasks = [self._task(place, rounds=0) for place in places]
         begin_s = time.monotonic()
@@ -161,7 +161,7 @@ class _Run:
         self._note(f"{num_done} of {len(places)} rows are compiled after {time.monotonic() - begin_s:.0f} s")
 
     def measure(self) -> None:
-        """Rates first, then row after row."""
+        """Measure the rates first, then row after row."""
         if not isinstance(baselines := self._child.do("baselines", _RATES_LIMIT_S), Lost):
             self._baselines = baselines
         rates = self._child.do(self._options.device, _RATES_LIMIT_S)
@@ -182,12 +182,12 @@ class _Run:
             self._write()
 
     def close(self) -> None:
-        """End the child; write down what there is."""
+        """End the child, and write the results."""
         self._child.close()
         self._write()
 
     def data(self) -> dict[str, Any]:
-        """The result so far."""
+        """Result so far."""
         return {
             **self._head,
             "rates": self._rates.as_json() if self._rates else {},
@@ -199,7 +199,7 @@ class _Run:
         }
 
     def _row(self, place: CasePlace, case: KernelCase) -> dict[str, Any]:
-        """Ask until no system ends the process that measures."""
+        """Measure a row, again if a system ends the measuring process."""
         assert self._rates is not None
         for _ in range(_MAX_TRIES):
             limit_s = max(1.0, min(self._options.case_limit_s, self._end_s - time.monotonic()))
@@ -243,7 +243,7 @@ class _Run:
 
 
 def make_row(case: KernelCase, measured: Measured, rates: Rates) -> dict[str, Any]:
-    """What was measured of a case, beside its floor."""
+    """Make the row of a case from its measurements and its floor."""
     times_ms = {name: times for name, times in measured.times_ms.items() if times}
     floor_ms = rates.floor_ms(case)
     row: dict[str, Any] = {

@@ -18,7 +18,7 @@ from baton.bench.kernel_bench.collection import find_cases
 
 
 def small_cases(module: str, max_bytes: int, max_cases: int) -> list[KernelCase]:
-    """Of one module: those that are made for CPUs, then the smallest others."""
+    """Cases of one module: those made for CPUs, then the smallest others."""
     cases = [case for place, case in find_cases().cases.items() if place.module == module]
     tiny = [case for case in cases if not case.only_gpu]
     rest = sorted(
@@ -28,7 +28,7 @@ def small_cases(module: str, max_bytes: int, max_cases: int) -> list[KernelCase]
 
 
 def run_once(case: KernelCase, device: torch.device, seed: int = 0) -> list[str]:
-    """Run the systems of a case on one set of buffers; a line for each that failed."""
+    """Run the systems of a case on one set of buffers; return a line for each that failed."""
     torch.manual_seed(seed)
     failed: list[str] = []
     try:

@@ -1,9 +1,9 @@
-"""A process that does one task after the other for a supervisor that outlives it, whatever becomes of it.
+"""A child process that does one task after the other for a supervisor that survives whatever the child does.
 
-A kernel that reads where it must not takes the whole process's device with it, and one that hangs never returns: so
-kernels are run in a child, which is killed at a task's limit, and replaced. It refuses to know what a task is.
+A kernel with an invalid access makes its process's device unusable, and one that hangs never returns. So kernels run in
+a child, which is killed at a task's time limit, and replaced. This module does not know what a task is.
 
-A child's stdout is its stderr: results go through a pipe.
+A child's stdout is redirected to stderr; results go through a pipe.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Step = Callable[[str], None]
-Work = Callable[[Any, Step], Any]  # a function of a module, so that a child finds it by name
+Work = Callable[[Any, Step], Any]  # a module-level function, so that a child can import it by name
 
 _END_S = 10.0
-_START_LIMIT_S = 120.0  # until what a child imports is there
+_START_LIMIT_S = 120.0  # time for a child's imports
 
 
 class Broken(Exception):
@@ -38,8 +38,8 @@ class Lost:
 
     Attributes:
         reason: "timeout" or "died".
-        step: what the task had last said that it begins.
-        exit_code: of a process that died.
+        step: the last step that the task announced.
+        exit_code: exit code of a process that died.
     """
 
     reason: str
@@ -48,7 +48,7 @@ class Lost:
 
 
 def _serve(pipe: Connection, work: Work) -> None:
-    """The child: until the supervisor is gone."""
+    """Run the child until the supervisor is gone."""
     os.dup2(2, 1)
     pipe.send(("ready", None))
     with contextlib.suppress(EOFError, OSError):
@@ -62,10 +62,10 @@ def _serve(pipe: Connection, work: Work) -> None:
 
 
 class Child:
-    """One such process at a time; started when there is a task.
+    """One child process at a time, started when there is a task.
 
     Args:
-        work: what is done with each task.
+        work: function that does a task.
     """
 
     def __init__(self, work: Work) -> None:
@@ -75,7 +75,7 @@ class Child:
         self.num_started = 0
 
     def do(self, task: Any, limit_s: float) -> Any:
-        """The result of a task, or how it was lost; the next task then gets a new process."""
+        """Return the result of a task, or how it was lost; the next task then gets a new process."""
         pipe = self._started()
         if isinstance(pipe, Lost):
             return pipe
@@ -131,37 +131,37 @@ class Child:
 
 
 class Here:
-    """Like a `Child`, in this process and without a limit: for work that only tries the supervisor.
+    """Like a `Child`, but in this process and without a limit, to test the supervisor.
 
     Args:
-        work: what is done with each task.
+        work: function that does a task.
     """
 
     def __init__(self, work: Work) -> None:
         self._work = work
 
     def do(self, task: Any, limit_s: float) -> Any:
-        """The result of a task."""
+        """Return the result of a task."""
         try:
             return self._work(task, lambda step: None)
         except Broken as broken:
             return broken.result
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 def do_all(
     work: Work, tasks: Sequence[Any], num_children: int, *, limit_s: float, end_s: float
 ) -> list[Any | Lost | None]:
-    """The outcome of each task, by several children at a time.
+    """Do all tasks with several children at a time; return the outcome of each.
 
     Args:
-        work: what is done with each.
-        tasks: any number.
-        num_children: at most.
-        limit_s: of each task.
-        end_s: by `time.monotonic`; tasks that are not done by then are None.
+        work: function that does a task.
+        tasks: any number of tasks.
+        num_children: maximum number of children.
+        limit_s: time limit of each task.
+        end_s: deadline of `time.monotonic`; tasks that are not done by then are None.
     """
     outcomes: list[Any] = [None] * len(tasks)
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()

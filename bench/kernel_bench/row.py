@@ -1,8 +1,8 @@
-"""Measures one case: all its systems in interleaved rounds, in whatever process this is called.
+"""Measures one case: all its systems in interleaved rounds, in the calling process.
 
-Each system is prepared, run and timed by itself, so that one that fails is named and the others are still compared. If
-the device itself no longer answers, the process is given up (`Broken`), and the case is asked for again without the
-system that did it.
+Each system is prepared, run and timed separately, so that one that fails is named and the others are still compared. If
+the device no longer responds, the process is given up (`Broken`), and the case is requested again without the system
+that caused it.
 """
 
 import gc
@@ -21,7 +21,7 @@ from baton.bench.kernel_bench.processes import Broken, Step
 from baton.bench.kernel_bench.timing import Timer, make_timer
 
 OURS = "ours"
-PREPARE = "prepare"  # named where a system would be, when none could be made
+PREPARE = "prepare"  # named instead of a system, if none could be made
 _MAX_SETS = 64
 
 
@@ -30,11 +30,11 @@ class RowTask:
     """One case to measure, or to warm up.
 
     Attributes:
-        place: of the case.
+        place: place of the case.
         device: "cuda" or "cpu".
         rounds: how often each system is measured; 0 only runs each once, so that it is compiled.
-        measured_ms: that one measurement lasts.
-        seed: of buffers and of the order in each round.
+        measured_ms: duration of one measurement.
+        seed: seed of buffers and of the order in each round.
         without: systems to leave out.
     """
 
@@ -48,14 +48,14 @@ class RowTask:
 
 @dataclass(slots=True)
 class Measured:
-    """What came of it.
+    """Measurements of a case.
 
     Attributes:
-        num_sets: of buffers.
-        times_ms: of each system, one for each round.
-        differs: relative difference of a system's result from ours, where both give a tensor.
-        failures: of systems.
-        is_broken: whether the device no longer answered after the last of them.
+        num_sets: number of buffer sets.
+        times_ms: times of each system, one for each round.
+        differs: relative difference of a system's result from ours, where both return a tensor.
+        failures: failures of systems.
+        is_broken: whether the device no longer responded after the last failure.
     """
 
     num_sets: int = 0
@@ -69,7 +69,7 @@ def measure_row(task: RowTask, step: Step) -> Measured:
     """Measure one case.
 
     Raises:
-        Broken: the device no longer answers.
+        Broken: the device no longer responds.
     """
     step(PREPARE)
     device, measured = torch.device(task.device), Measured()
@@ -83,14 +83,14 @@ def measure_row(task: RowTask, step: Step) -> Measured:
 
 
 def release(device: torch.device) -> None:
-    """Give memory back that nothing refers to any longer."""
+    """Free memory that nothing refers to any longer."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def is_alive(device: torch.device) -> bool:
-    """Whether the device still takes work from this process."""
+    """Return whether the device still accepts work from this process."""
     if device.type != "cuda":
         return True
     try:
@@ -166,7 +166,7 @@ def _failed(measured: Measured, name: str, error: BaseException, device: torch.d
 
 
 def _output(name: str, call: Call) -> dict[str, torch.Tensor]:
-    """A copy of the tensor, or the first of several, that a call gives."""
+    """Copy the tensor, or the first of several, that a call returns."""
     given = call()
     if isinstance(given, Sequence) and given:
         given = given[0]

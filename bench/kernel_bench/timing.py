@@ -1,7 +1,8 @@
-"""Times a list of calls: on a GPU by replays of one CUDA graph that holds them all, on a CPU by the clock.
+"""Times a list of calls: on a GPU by replays of one CUDA graph that contains them all, on a CPU by the clock.
 
-The calls use buffers of their own each, so that what one reads is no longer in the cache when its turn comes again.
-They are repeated within the graph until the gap between two replays no longer counts. No judgement here: only times.
+Each call uses buffers of its own, so that what it reads is no longer in the cache when its turn comes again. Calls are
+repeated within the graph until the gap between two replays is negligible. This module measures times and does not judge
+them.
 """
 
 import contextlib
@@ -15,40 +16,40 @@ import torch
 
 from baton.bench.kernel_bench.case import Call
 
-_GRAPH_MS = 2.0  # that a graph lasts, if it takes no more calls than these
+_GRAPH_MS = 2.0  # duration of a graph, if these calls suffice for it
 _MAX_CALLS = 256
 _MAX_REPLAYS = 20_000
 
 
 class Timer(Protocol):
-    """Something that can be measured again and again."""
+    """Something that can be measured repeatedly."""
 
     def measure_ms(self) -> float:
-        """Of one call, the mean over one measurement."""
+        """Time of one call, the mean over one measurement."""
         ...
 
 
 def make_timer(calls: Sequence[Call], device: torch.device, measured_ms: float) -> Timer:
-    """Runs every call at least once, so that all is compiled and a kernel that fails has failed.
+    """Make a timer, running every call at least once, so that everything is compiled and failures surface.
 
     Args:
         calls: one for each set of buffers.
-        device: where they run.
-        measured_ms: that one measurement lasts, about.
+        device: device of the calls.
+        measured_ms: approximate duration of one measurement.
     """
     assert calls
     return GraphTimer(calls, device, measured_ms) if device.type == "cuda" else ClockTimer(calls, measured_ms)
 
 
 class ClockTimer:
-    """Of calls that are done when they return."""
+    """Times calls that are done when they return."""
 
     def __init__(self, calls: Sequence[Call], measured_ms: float) -> None:
         self._calls = calls
         self._num_passes = max(1, math.ceil(measured_ms / max(self._run(2), 1e-6)))
 
     def measure_ms(self) -> float:
-        """Of one call."""
+        """Time of one call."""
         return self._run(self._num_passes) / self._num_passes / len(self._calls)
 
     def _run(self, num_passes: int) -> float:
@@ -60,7 +61,7 @@ class ClockTimer:
 
 
 class GraphTimer:
-    """Of calls that launch kernels on the current stream and do not wait for them."""
+    """Times calls that launch kernels on the current stream and do not wait for them."""
 
     def __init__(self, calls: Sequence[Call], device: torch.device, measured_ms: float) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -80,9 +81,9 @@ class GraphTimer:
         self._num_replays = min(_MAX_REPLAYS, max(1, math.ceil(measured_ms / max(graph_ms, 1e-4))))
 
     def measure_ms(self) -> float:
-        """Of one call."""
+        """Time of one call."""
         with torch.cuda.stream(self._stream):
-            self._graph.replay()  # the device has work while the host sends the rest
+            self._graph.replay()  # keeps the device busy while the host sends the rest
             took_ms = self._elapsed_ms([self._graph.replay] * self._num_replays)
         return took_ms / self._num_replays / self._num_calls
 
@@ -96,11 +97,11 @@ class GraphTimer:
 
 
 def capture(calls: Sequence[Call], num_kept: int) -> torch.cuda.CUDAGraph:
-    """One graph of all of them, captured on the current stream.
+    """Capture all calls into one graph on the current stream.
 
-    The last `num_kept` results are held meanwhile: the memory of one that is let go of is the next call's, which would
-    then write to what is in the cache still. `torch.cuda.graph` would collect garbage before each capture, which a
-    tuner with thousands of them waits for.
+    The last `num_kept` results are kept meanwhile: otherwise the next call would reuse a freed result's memory, which
+    is still in the cache. `torch.cuda.graph` is not used, because it collects garbage before each capture, which is
+    slow for a tuner with thousands of them.
     """
     graph = torch.cuda.CUDAGraph()
     results: deque[object] = deque(maxlen=num_kept)
@@ -110,7 +111,7 @@ def capture(calls: Sequence[Call], num_kept: int) -> torch.cuda.CUDAGraph:
         for call in calls:
             results.append(call())
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # says only that the capture failed, not why
+        with contextlib.suppress(RuntimeError):  # it would only say that the capture failed, not why
             graph.capture_end()
         raise
     graph.capture_end()

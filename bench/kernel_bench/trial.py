@@ -1,7 +1,7 @@
-"""One candidate of a tuning point, in whatever process this is called: compiled and run once, or timed.
+"""One candidate of a tuning point: compiled and run once, or timed, in the calling process.
 
-What it gives beside times lets the supervisor judge: how many registers spilled, and a sample of the result, so that a
-candidate that is fast and wrong is found by those that agree.
+Besides times it returns what lets the supervisor judge: the number of spilled registers, and a sample of the result, so
+that a fast but wrong candidate is detected by comparison with the others.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from baton.bench.kernel_bench.timing import make_timer
 SAMPLE_LEN = 8192
 _MAX_SETS = 32
 _NUM_MEASUREMENTS = 3
-_HOPELESS = 1.4  # times the best so far: measured once only
+_HOPELESS = 1.4  # candidates slower than this multiple of the best are measured once only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,13 @@ class TrialTask:
     """One candidate.
 
     Attributes:
-        place: of the point.
-        candidate: its index there.
+        place: place of the point.
+        candidate: index of the candidate.
         device: "cuda" or "cpu".
-        is_timed: or only run once, so that it is compiled, with one set of buffers.
-        measured_ms: that one measurement lasts.
-        best_ms: of the point so far; None for none.
-        seed: of buffers, the same for all candidates.
+        is_timed: whether it is timed, or only run once with one set of buffers, so that it is compiled.
+        measured_ms: duration of one measurement.
+        best_ms: best time of the point so far; None: none.
+        seed: seed of buffers, the same for all candidates.
     """
 
     place: CasePlace
@@ -51,14 +51,14 @@ class TrialTask:
 
 @dataclass(slots=True)
 class Trial:
-    """What came of it.
+    """Result of a trial.
 
     Attributes:
-        times_ms: of one call, one for each measurement.
-        num_spills: registers of all kernels that were launched, where the compiler says so.
-        sample: of the result's values, in order; None if it gives no tensor.
+        times_ms: times of one call, one for each measurement.
+        num_spills: spilled registers of all launched kernels, where the compiler reports them.
+        sample: sample of the result's values, in order; None if it returns no tensor.
         failure: an error's type and message; empty if there was none.
-        is_broken: whether the device no longer answered after it.
+        is_broken: whether the device no longer responded afterwards.
     """
 
     times_ms: list[float] = field(default_factory=list)
@@ -72,7 +72,7 @@ def run_trial(task: TrialTask, step: Step) -> Trial:
     """Run one candidate.
 
     Raises:
-        Broken: the device no longer answers.
+        Broken: the device no longer responds.
     """
     step(str(task.candidate))
     device, trial = torch.device(task.device), Trial()
@@ -85,7 +85,7 @@ def run_trial(task: TrialTask, step: Step) -> Trial:
         if trial.is_broken:
             raise Broken(trial) from error
     if device.type == "cuda" and not task.is_timed:
-        torch.cuda.empty_cache()  # others compile on this device, too
+        torch.cuda.empty_cache()  # other processes compile on this device, too
     return trial
 
 
@@ -110,7 +110,7 @@ def _run(task: TrialTask, point: TuningPoint, device: torch.device, trial: Trial
 
 
 def sample_of(given: object) -> "np.ndarray[Any, np.dtype[np.float64]] | None":
-    """Evenly spread values of a tensor, or of the first of several."""
+    """Sample evenly spaced values of a tensor, or of the first of several."""
     if isinstance(given, tuple | list) and given:
         given = given[0]
     if not isinstance(given, torch.Tensor) or given.numel() == 0:
@@ -123,7 +123,7 @@ def sample_of(given: object) -> "np.ndarray[Any, np.dtype[np.float64]] | None":
 
 @contextlib.contextmanager
 def _launched() -> Iterator[list[Any]]:
-    """The compiled kernels that are launched within the block."""
+    """Collect the compiled kernels that are launched within the block."""
     kernels: list[Any] = []
     original = JITFunction.run
 

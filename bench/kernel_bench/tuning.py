@@ -1,8 +1,8 @@
-"""Finds the rows of the table of tuned configurations: compiles all candidates in many processes, then times each.
+"""Finds the rows of the tuned table: compiles all candidates in many processes, then times each.
 
-The supervisor: it never touches the device. What fails, hangs, spills registers or gives other numbers than most of the
-candidates do is dropped, and said so. Times are of CUDA graphs over rotating buffers, like those of the bench; the
-best few are timed again, so that no luck is committed. It writes the table after every point.
+This is the supervisor, which never touches the device. Candidates that fail, hang, spill registers or disagree with
+most of the others are dropped, and that is reported. Times are those of CUDA graphs over rotating buffers, as in the
+bench; the best few are timed again, so that the choice is not luck. The table is written after every point.
 """
 
 import json
@@ -24,9 +24,9 @@ from baton.bench.result import replace_file
 from baton.core.errors import ConfigInvalid
 
 TOLERANCE = 0.02  # relative difference of two candidates' results
-_COMPILE_SHARE = 0.55  # of the time, at most
+_COMPILE_SHARE = 0.55  # maximum share of the time
 _FINALISTS = 4
-_FINALIST_MS = 1.04  # times the best
+_FINALIST_MS = 1.04  # finalists are at most this multiple of the best
 _FULL = "OutOfMemoryError"
 _MEASURED_MS = {"cuda": 8.0, "cpu": 0.5}
 
@@ -36,16 +36,16 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningOptions:
-    """One run.
+    """Options of one run.
 
     Attributes:
-        only: words; a point is tuned if its module, kernel, shape or size has one of them. Empty: all.
-        device: "cuda", or "cpu" to try the tuner.
+        only: words; a point is tuned if its module, kernel, shape or size has one of them. Empty: all points.
+        device: "cuda", or "cpu" to test the tuner.
         jobs: processes that compile.
-        limit_s: of the whole run.
-        trial_limit_s: of one candidate.
+        limit_s: time limit of the whole run.
+        trial_limit_s: time limit of one candidate.
         out: file of the table.
-        report: file of all that was measured; None for none.
+        report: file of all measurements; None: none.
     """
 
     only: tuple[str, ...] = ()
@@ -59,16 +59,16 @@ class TuningOptions:
 
 @dataclass(slots=True)
 class Point:
-    """A point while it is tuned."""
+    """State of a point while it is tuned."""
 
     place: CasePlace
     point: TuningPoint
-    trials: dict[int, Trial] = field(default_factory=dict)  # those that were timed
-    dropped: dict[int, str] = field(default_factory=dict)  # why
+    trials: dict[int, Trial] = field(default_factory=dict)  # trials that were timed
+    dropped: dict[int, str] = field(default_factory=dict)  # reason by candidate
     best: int | None = None
 
     def ms(self, candidate: int) -> float:
-        """Of a candidate that was timed."""
+        """Median time of a candidate."""
         return median(self.trials[candidate].times_ms)
 
     def as_json(self) -> dict[str, Any]:
@@ -84,15 +84,15 @@ class Point:
 
 
 def tune(options: TuningOptions, base: Table, note: Note = lambda text: None) -> dict[str, Any]:
-    """Tune every point that was asked for; what was measured.
+    """Tune every requested point; return the measurements.
 
     Args:
-        options: which.
-        base: the table so far, whose other rows are kept.
-        note: told how far it is.
+        options: options of the run.
+        base: existing table, whose other rows are kept.
+        note: called with progress.
 
     Raises:
-        ConfigInvalid: no point is like that.
+        ConfigInvalid: no point matches.
     """
     found = find_points(options.only)
     if not found.cases and not found.failures:
@@ -108,7 +108,7 @@ def tune(options: TuningOptions, base: Table, note: Note = lambda text: None) ->
 
 
 def _work(task: TrialTask, step: Step) -> Trial:
-    """What a child does."""
+    """Work of a child process."""
     return run_trial(task, step)
 
 
@@ -137,14 +137,14 @@ class _Run:
             outcomes = [self._child.do(task, self._options.trial_limit_s) for task in tasks]
         for (point, index), outcome in zip(wanted, outcomes, strict=True):
             if isinstance(outcome, Trial) and outcome.failure.get("error") == _FULL:
-                continue  # of memory that many shared: it has all of it when it is timed
+                continue  # out of memory that many shared; when timed, it has all of it
             if why := _why_dropped(outcome):
                 point.dropped[index] = why
         num_good = len(tasks) - sum(len(point.dropped) for point in self._points)
         self._note(f"{num_good} candidates are good after {time.monotonic() - self._begin_s:.0f} s")
 
     def measure(self) -> None:
-        """Point after point."""
+        """Measure point after point."""
         for number, point in enumerate(self._points):
             if self._is_late():
                 self._note(f"{len(self._points) - number} points are left out: the time is over")
@@ -160,7 +160,7 @@ class _Run:
             self._note(f"{number + 1} of {len(self._points)}: {name}: {said}")
 
     def close(self) -> None:
-        """End the child, and write down what there is."""
+        """End the child, and write the results."""
         self._child.close()
         self._write()
 
@@ -259,7 +259,7 @@ def _drop_outvoted(point: Point) -> None:
 
 
 def agree(one: Trial, other: Trial) -> bool:
-    """Whether two results are the same but for rounding."""
+    """Return whether two results are equal except for rounding."""
     assert one.sample is not None
     assert other.sample is not None
     if one.sample.shape != other.sample.shape:
@@ -272,7 +272,7 @@ def agree(one: Trial, other: Trial) -> bool:
 
 
 def format_table(table: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]) -> str:
-    """JSON with a line for each size, all in order, sizes by number."""
+    """Format as JSON with a line for each size, everything sorted, sizes by number."""
     if not table:
         return "{}\n"
     kernels = []

@@ -277,7 +277,7 @@ def marked(error: BatonError) -> RuntimeError:
 
 
 def _see_all_gpus() -> None:
-    """Make this worker's GPU the first and keep the host's others visible, for KV writes; call before importing torch."""
+    """Make this worker's GPU the first and keep the host's others visible, for KV writes; call before torch loads."""
     import ray
 
     own = [str(gpu) for gpu in ray.get_gpu_ids()]

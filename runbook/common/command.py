@@ -1,4 +1,4 @@
-"""The command around a runbook: its flags, its report, its exit code. Every runbook has these, and ends only this way."""
+"""The command around a runbook: its flags, its report, its exit code. Every runbook has these."""
 
 import argparse
 import sys
