@@ -270,8 +270,9 @@ def crossovers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def checks(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Check that `auto` is near the faster path at every length. Beside streams it must also spare them, so is not
-    checked.
+    """Check that `auto` is near the faster path at every length, with idle workers.
+
+    Beside streams `auto` must also spare these, so it is not checked there.
     """
     found = []
     for workload in (FRESH, CACHED):

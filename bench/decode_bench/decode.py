@@ -224,7 +224,7 @@ def make_pool(options: DecodeOptions, model: Model, *, rank: int = 0, size: int 
 
 
 def _fill(blocks_NHPSD: torch.Tensor) -> None:
-    """Fill with normal numbers; torch cannot draw float8, so those are drawn in another dtype, some blocks at a time."""
+    """Fill with normal numbers; torch cannot draw float8, so those are drawn as bfloat16, some blocks at a time."""
     if blocks_NHPSD.dtype.itemsize > 1:
         blocks_NHPSD.normal_()
         return

@@ -137,7 +137,7 @@ def fa3(sets: Sequence[PagedAttention]) -> Baseline:
 
 
 def vllm_attention(sets: Sequence[PagedAttention]) -> Baseline:
-    """vLLM's Triton kernel, which splits the keys as vLLM would."""
+    """Triton kernel of vLLM, which splits the keys as vLLM would."""
     module, _ = imported("vllm_attention")
     if module is None or any(one.is_fp8 for one in sets):
         return {}
@@ -399,7 +399,7 @@ class BaselineExperts:
 
 
 def vllm_moe(sets: Sequence[BaselineExperts]) -> Baseline:
-    """vLLM's Triton kernels with its tuned configurations, and `torch.compile` for the rest of the layer.
+    """Triton kernels of vLLM with its tuned configurations, and `torch.compile` for the rest of the layer.
 
     To its advantage, rows are sorted by expert outside the calls, and SiLU is fused with the quantization.
     """

@@ -1,1 +1,1 @@
-"""The rows of `baton bench kernels`: one module for each kernel, each with `cases()`."""
+"""The rows of `baton bench kernels`: one module per kernel, each with `cases()`."""

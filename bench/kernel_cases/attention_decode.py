@@ -1,8 +1,8 @@
 """Rows of `baton bench kernels` for `attention_decode`.
 
-Lengths are equal unless a row says "ragged": then one sequence has the context, and the others a quarter of it; or
-"spread": then they lie evenly between nothing and the context. "by_work" is ours divided by work whatever the table
-says, "by_work_planned" the same where another layer made the plan already.
+Lengths are equal unless a row says "ragged" (one sequence has the whole context, the others a quarter of it) or
+"spread" (lengths are evenly spaced between nothing and the context). "by_work" is ours with the split-KV work partition
+whatever the table says; "by_work_planned" is the same if another layer has already made the plan.
 """
 
 from collections import defaultdict
@@ -20,13 +20,13 @@ from baton.kernels.attention.decode_plan import PlanOptions, SplitKVPlans, defau
 from baton.kernels.attention.ordered import attention_ordered_decode
 
 BLOCK_SIZE = 16
-_TORCH_MAX_BYTES = 3 << 30  # of KV: it copies and masks all of it
+_TORCH_MAX_BYTES = 3 << 30  # limit of KV, because torch copies and masks all of it
 HEADS = ((32, 8, 128), (32, 4, 128), (16, 2, 256))
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionDecodeShape:
-    """Of one launch; A query heads, H KV heads, D head size."""
+    """Shape of one launch; A query heads, H KV heads, D head size."""
 
     num_heads: int
     num_kv_heads: int
@@ -46,7 +46,7 @@ class AttentionDecodeShape:
 
     @property
     def lengths(self) -> list[int]:
-        """Of every sequence, the rows that are computed included."""
+        """Length of every sequence, including the rows being computed."""
         if self.is_spread:
             return [self.context_len * (index + 1) // self.num_sequences for index in range(self.num_sequences)]
         others = self.context_len // 4 if self.is_ragged else self.context_len
@@ -54,33 +54,33 @@ class AttentionDecodeShape:
 
     @property
     def num_rows(self) -> int:
-        """Of one KV head."""
+        """Rows of one KV head."""
         return self.num_queries * self.num_heads // self.num_kv_heads
 
     @property
     def row_bytes(self) -> int:
-        """K and V of one position of one head."""
+        """Bytes of K and V at one position of one head."""
         return 2 * self.head_dim * (1 if self.is_float8 else 2)
 
     @property
     def kv_bytes(self) -> int:
-        """What must be read."""
+        """Bytes of KV that must be read."""
         return sum(self.lengths) * self.num_kv_heads * self.row_bytes
 
     @property
     def query_bytes(self) -> int:
-        """Of the queries, and as many of the result."""
+        """Bytes of the queries; the result has as many."""
         return 2 * self.num_sequences * self.num_queries * self.num_heads * self.head_dim
 
     @property
     def num_flops(self) -> int:
-        """Of both matmuls."""
+        """FLOPs of both matmuls."""
         return 4 * sum(self.lengths) * self.num_queries * self.num_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """One set: what `attention_decode` takes."""
+    """One set of arguments of `attention_decode`."""
 
     query_BQAD: torch.Tensor
     key_NHSD: torch.Tensor
@@ -100,7 +100,7 @@ class Buffers:
         options: Mapping[str, object] | None = None,
         max_context_len: int | None = None,
     ) -> torch.Tensor:
-        """Ours."""
+        """Run ours."""
         return attention_decode(
             self.query_BQAD, self.key_NHSD, self.value_NHSD, self.block_tables_BM, self.positions_BQ,
             max_context_len or self.context_len, key_scale=self.scales.get("key_scale"),
@@ -109,19 +109,19 @@ class Buffers:
         )  # fmt: skip
 
     def run_ordered(self) -> torch.Tensor:
-        """Ours in numerics `invariant`, where prompts have the same bits."""
+        """Run ours in batch-invariant numerics, where prefill has the same bits."""
         return attention_ordered_decode(
             self.query_BQAD, self.key_NHSD, self.value_NHSD, self.block_tables_BM, self.positions_BQ, self.context_len
         )
 
     def run_library(self) -> torch.Tensor:
-        """Gathered, masked, and torch's attention."""
+        """Gather and mask the blocks, and run torch's attention."""
         return attention.attention_decode(
             self.query_BQAD, self.key_NHSD, self.value_NHSD, self.block_tables_BM, self.positions_BQ, self.context_len
         )
 
     def for_others(self) -> PagedAttention:
-        """What other kernels make their own buffers of."""
+        """Describe the buffers, so that baselines can make their own."""
         return PagedAttention(
             query_THD=self.query_BQAD.flatten(0, 1),
             key_NHSD=self.key_NHSD,
@@ -134,7 +134,7 @@ class Buffers:
 
 
 def make(shape: AttentionDecodeShape, device: torch.device) -> Buffers:
-    """A layer of a pool with random KV, blocks of each sequence scattered over it."""
+    """Make a layer of a pool with random KV, with each sequence's blocks scattered over it."""
     num_blocks = -(-shape.context_len // BLOCK_SIZE)
     total = num_blocks * shape.num_sequences
     pool_shape = (total + 1, shape.num_kv_heads, 2, BLOCK_SIZE, shape.head_dim)
@@ -160,7 +160,7 @@ def make(shape: AttentionDecodeShape, device: torch.device) -> Buffers:
 
 
 def by_work(shape: AttentionDecodeShape) -> Mapping[str, object]:
-    """Options of a division by work, where no table has better ones."""
+    """Options of the split-KV work partition, where no table has better ones."""
     rule = default_options(shape.num_rows, shape.head_dim, 1 if shape.is_float8 else 2)
     return asdict(rule) | {"shares": True, "pdl": True}
 
@@ -176,7 +176,7 @@ def _prepare(shape: AttentionDecodeShape, device: torch.device, num_sets: int) -
     if not shape.is_float8:
         systems["ordered"] = [buffers.run_ordered for buffers in sets]
     for buffers in sets:
-        buffers.run(options=options, with_plans=True)  # makes the plan, which no graph has then
+        buffers.run(options=options, with_plans=True)  # makes the plan outside the graph
     systems["by_work_planned"] = [partial(buffers.run, options=options, with_plans=True) for buffers in sets]
     if not shape.is_float8 and shape.kv_bytes <= _TORCH_MAX_BYTES:
         systems["torch"] = [buffers.run_library for buffers in sets]
@@ -185,7 +185,7 @@ def _prepare(shape: AttentionDecodeShape, device: torch.device, num_sets: int) -
 
 
 def _shapes() -> list[AttentionDecodeShape]:
-    """Those of the anchors, further ones of each kind, float8, and ragged ones."""
+    """Shapes of the anchors, further ones of each kind, float8, and ragged ones."""
     sizes = ((1, 1024), (1, 4096), (16, 1024), (1, 32768), (64, 1024), (16, 8192), (64, 8192), (256, 1024), (256, 8192))
     found = [AttentionDecodeShape(*heads, *size, q) for heads in HEADS for size in sizes for q in (1, 4)]
     found += [AttentionDecodeShape(*heads, 64, 4096, q) for heads in HEADS for q in (1, 4)]
@@ -205,7 +205,7 @@ def _shapes() -> list[AttentionDecodeShape]:
 
 
 def cases() -> list[KernelCase]:
-    """Each shape; one tiny one for CPUs."""
+    """A case per shape, and a tiny one for CPUs."""
     tiny = AttentionDecodeShape(8, 2, 32, 2, 64, 2)
     return [
         KernelCase(
@@ -222,8 +222,8 @@ def cases() -> list[KernelCase]:
     ]
 
 
-_MANY = 16  # sequences from which on lengths may be ragged
-_RAGGED_LEN = 4096  # and contexts
+_MANY = 16  # lengths may be ragged from this many sequences on
+_RAGGED_LEN = 4096  # and from this context on
 # tile, rows (0: as many as there are, padded), swap, stages, warps, programs of a multiprocessor
 _TILES: Mapping[tuple[int, bool], Sequence[tuple[int, int, bool, int, int, int]]] = {
     (128, False): (
@@ -276,7 +276,7 @@ _DIRECT: Mapping[tuple[int, int], Sequence[tuple[int, int, int, int, Mapping[str
         (128, 3, 8, 1, {"direct": 1}),
     ),
 }
-_LONG = 1 << 20  # positions times sequences times KV heads, from which on a launch is long
+_LONG = 1 << 20  # positions x sequences x KV heads, from which on a launch is long
 # Divided by work: which of `_TILES`, and programs of a multiprocessor that are wanted. More than it holds at once are
 # as many rounds of shorter shares, of which the last leaves less idle.
 _BY_WORK: Mapping[int, Sequence[tuple[int, int]]] = {
@@ -320,7 +320,7 @@ _LONG_FORMS: Mapping[tuple[int, int], tuple[int, Sequence[tuple[int, int, bool, 
         ),
     ),
 }  # fmt: skip
-# Of short ones: the same, with the programs that parts are counted for in halves of what the GPU has multiprocessors.
+# For short launches: the same, with the target number of programs in halves of the GPU's multiprocessors.
 _SHORT_FORMS: Mapping[int, Sequence[tuple[int, bool, int, int, int]]] = {
     128: (
         (64, False, 3, 4, 4),
@@ -344,14 +344,14 @@ _SHORT_FORMS: Mapping[int, Sequence[tuple[int, bool, int, int, int]]] = {
         (32, False, 2, 4, 6),
     ),
 }
-_SHORT_SIZES = (8192, 32_768, 65_536, 131_072)  # of a sequence of 4,096, and of 16 of 1,024
+_SHORT_SIZES = (8192, 32_768, 65_536, 131_072)  # e.g. of a sequence of 4,096, and of 16 of 1,024
 _MAX_CANDIDATES = 40
 
 
 def _candidates(head_dim: int, num_rows: int, is_float8: bool, size: int, has_many: bool) -> list[Mapping[str, object]]:
-    """Small launches: with and without the second kernel's early start; long ones: parts of several lengths.
+    """For small launches, with and without early start of the second kernel; for long ones, parts of several lengths.
 
-    Of several sequences, also divisions by work.
+    With several sequences, also split-KV work partitions.
     """
     rows = rows_of_program(num_rows)
     if not is_float8 and size >= _LONG_FORMS.get((rows, head_dim), (1 << 62, ()))[0]:
@@ -389,18 +389,18 @@ def _candidates(head_dim: int, num_rows: int, is_float8: bool, size: int, has_ma
 
 
 def _long_candidates(rows: int, head_dim: int) -> list[Mapping[str, object]]:
-    """Those of `_LONG_FORMS`."""
+    """Candidates of `_LONG_FORMS`."""
     found: list[Mapping[str, object]] = []
     for tile, own_rows, swap, stages, warps, each, part_len in _LONG_FORMS[rows, head_dim][1]:
         base = {"tile": tile, "rows": own_rows, "swap": swap, "stages": stages, "warps": warps, "slots": 132 * each}
-        if own_rows == 32 and not swap and warps == 8:  # else the assembler spills, to make room for two programs
+        if own_rows == 32 and not swap and warps == 8:  # otherwise the assembler spills, to make room for two programs
             base["registers"] = 168
         found.append({**base, "pdl": True, **({"max_part_len": part_len} if part_len else {"shares": True})})
     return found
 
 
 def _short_candidates(rows: int, head_dim: int) -> list[Mapping[str, object]]:
-    """Those of `_SHORT_FORMS`."""
+    """Candidates of `_SHORT_FORMS`."""
     return [
         {"tile": tile, "rows": rows, "swap": swap, "stages": stages, "warps": warps, "slots": 66 * halves, "pdl": True}
         for tile, swap, stages, warps, halves in _SHORT_FORMS[head_dim]
@@ -415,7 +415,7 @@ def _prepare_candidate(
 
 
 def _tuned_shapes() -> list[tuple[AttentionDecodeShape, bool]]:
-    """What the table is made for, and whether it is for this number of queries alone."""
+    """Shapes that the table covers, and whether a row is for their number of queries only."""
     sizes = ((1, 1024), (1, 32768), (64, 1024), (16, 8192), (64, 8192))
     shapes = [AttentionDecodeShape(*HEADS[0], *size, 1) for size in (*sizes, (16, 1024), (256, 8192))]
     shapes += [AttentionDecodeShape(*HEADS[1], *size, q) for q in (1, 4) for size in sizes]
@@ -437,14 +437,14 @@ def _tuned_shapes() -> list[tuple[AttentionDecodeShape, bool]]:
 
 
 def _ragged(shapes: Sequence[AttentionDecodeShape]) -> list[AttentionDecodeShape]:
-    """Of shapes of many long sequences the same, ragged and spread: what is served is never of equal lengths."""
+    """Ragged and spread variants of shapes with many long sequences, since served lengths are never equal."""
     many = [shape for shape in shapes if shape.num_sequences >= _MANY and shape.context_len >= _RAGGED_LEN]
     spread = [replace(shape, is_spread=True) for shape in many if shape.context_len >= 2 * _RAGGED_LEN]
     return [replace(shape, is_ragged=True) for shape in many] + spread
 
 
 def tuning() -> list[TuningPoint]:
-    """Each kind of rows at the sizes of the anchors; shapes that one row of the table is for are timed together."""
+    """Each kind of rows at the sizes of the anchors; shapes that share a row of the table are timed together."""
     together: dict[tuple[str, int], list[AttentionDecodeShape]] = defaultdict(list)
     for shape, is_own in _tuned_shapes():
         kind = "fp8" if shape.is_float8 else "bf16"

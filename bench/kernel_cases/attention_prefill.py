@@ -1,7 +1,8 @@
 """Rows of `baton bench kernels` for `attention_prefill`, and the candidates of its tuned table.
 
-"torch" gathers the blocks and calls `scaled_dot_product_attention`, sequence by sequence. Of chunks that are divided by
-work, "undivided" is the form that only divides rows; of float8 KV, "unwidened" the form that widens as it reads.
+"torch" gathers the blocks and calls `scaled_dot_product_attention`, sequence by sequence. For chunks whose positions
+are split, "undivided" is the implementation that only splits rows; for float8 KV, "unwidened" is the one that
+dequantizes while reading.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ _FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """Chunks of a step: (rows, cached positions before them) of each sequence, and the model's heads."""
+    """Chunks of a step, as (rows, cached positions before them) per sequence, and the model's heads."""
 
     label: str
     chunks: tuple[tuple[int, int], ...]
@@ -44,19 +45,19 @@ class PrefillWork:
 
     @property
     def num_flops(self) -> int:
-        """Of both matmuls, for what the rows see."""
+        """FLOPs of both matmuls, for the positions that rows see."""
         seen = sum(rows * (2 * prefix + rows + 1) // 2 for rows, prefix in self.chunks)
         return 4 * self.num_heads * self.head_dim * seen
 
     @property
     def kv_bytes(self) -> int:
-        """Of all that is read of the pool."""
+        """Bytes read from the pool."""
         positions = sum(rows + prefix for rows, prefix in self.chunks)
         return positions * self.num_kv_heads * 2 * self.head_dim * self.kv_dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
-        """Read and written."""
+        """Bytes read and written."""
         return self.kv_bytes + 2 * self.num_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -65,7 +66,7 @@ class PrefillWork:
 
 
 class Batch:
-    """Buffers of one set: a layer of a pool in which the blocks of the sequences lie scattered."""
+    """One set of buffers: a layer of a pool with the sequences' blocks scattered over it."""
 
     def __init__(self, work: PrefillWork, device: torch.device) -> None:
         contexts = [rows + prefix for rows, prefix in work.chunks]
@@ -88,7 +89,7 @@ class Batch:
         self.key_scale = self.value_scale = one
 
     def ours(self, *, invariant: bool = False, options: Mapping[str, object] | None = None) -> Call:
-        """A call of the public function."""
+        """Make a call of the public function."""
         return partial(
             attention_prefill,
             self.query_TAD,
@@ -105,19 +106,19 @@ class Batch:
         )
 
     def ordered(self) -> Call:
-        """Ours in numerics `invariant`, where decode steps have the same bits."""
+        """Make a call of ours in batch-invariant numerics, where decode steps have the same bits."""
         places = (self.query_TAD, self.key_NHSD, self.value_NHSD, self.tables_BM, self.starts_E, self.contexts_B)
         return partial(attention_ordered_prefill, *places)
 
     def torch(self) -> Call:
-        """The same by the library."""
+        """Make a call of the library's attention."""
         lens = (self.query_lens, self.context_lens)
         return partial(
             attention.attention_prefill, self.query_TAD, self.key_NHSD, self.value_NHSD, self.tables_BM, *lens
         )
 
     def for_others(self) -> PagedAttention:
-        """What other kernels make their own buffers of."""
+        """Describe the buffers, so that baselines can make their own."""
         return PagedAttention(
             query_THD=self.query_TAD,
             key_NHSD=self.key_NHSD,
@@ -132,7 +133,7 @@ class Batch:
 _MIXED = ((2048, 0), (1, 3000), (1024, 4096), (300, 8192), (16, 16384), (777, 1234), (128, 12000), (2048, 6000))
 _LARGE = 8192, 2048, 512
 _MAX_SHORT_LEN = 128
-_FEW_ROWS = 16  # of a KV head, which would leave most of a tile of the form for Hopper empty
+_FEW_ROWS = 16  # of a KV head, which would leave most of a Hopper tile empty
 _CHUNKS = {8192: ((8192, 0),), 2048: ((2048, 6144),), 512: ((512, 32256),), 16: ((16, 8192),) * 8}
 _ONE_ROW = ((1, 8192),)
 _HEADS = ((32, 8, 128), (32, 4, 128), (16, 2, 256))
@@ -145,7 +146,7 @@ def _label(chunks: tuple[tuple[int, int], ...]) -> str:
 
 
 def works() -> list[PrefillWork]:
-    """The models' shapes, each with long chunks and a mixed batch; one tiny one for CPUs comes last."""
+    """The models' shapes, each with long chunks and a mixed batch; a tiny one for CPUs comes last."""
     found = []
     for heads in _HEADS:
         for chunks in _CHUNKS.values():
@@ -160,13 +161,13 @@ def works() -> list[PrefillWork]:
 
 
 def _undivided(work: PrefillWork) -> Mapping[str, object]:
-    """Options of the form that is always there."""
+    """Options of the implementation that does not split positions."""
     rows = max(rows for rows, _ in work.chunks) * work.num_heads // work.num_kv_heads
     return attention_prefill_triton.rule(rows, work.head_dim, work.kv_dtype.itemsize)
 
 
 def _prepare(work: PrefillWork, device: torch.device, num_sets: int) -> Systems:
-    if device.type == "cuda" and work.dtype is torch.float32:  # the tiny one: kernels take half as wide numbers alone
+    if device.type == "cuda" and work.dtype is torch.float32:  # the tiny case: the kernels take only 16-bit numbers
         work = replace(work, dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
     batches = [Batch(work, device) for _ in range(num_sets)]
     systems = {
@@ -185,7 +186,7 @@ def _prepare(work: PrefillWork, device: torch.device, num_sets: int) -> Systems:
 
 
 def cases() -> list[KernelCase]:
-    """A row for each of `works`."""
+    """A case for each of `works`."""
     found = works()
     return [
         KernelCase(
@@ -291,7 +292,7 @@ _HOPPER_SHARES = ((False, 1), (True, 1), (False, 2), (True, 2))
 
 
 def _short_candidates(work: PrefillWork, longest: int) -> list[Mapping[str, object]]:
-    """Of both forms; of the one for Hopper alone where tiles are many for the other."""
+    """Candidates of both implementations; only of the Hopper kernel if there are many tiles."""
     num_rows = longest * work.num_heads // work.num_kv_heads
     is_wide = work.head_dim > 128
     found: list[Mapping[str, object]] = [
@@ -310,7 +311,7 @@ def _short_candidates(work: PrefillWork, longest: int) -> list[Mapping[str, obje
 
 
 def _short_points() -> list[TuningPoint]:
-    """Few short chunks over long prefixes; those that one row of the table is for are timed together."""
+    """Few short chunks over long prefixes; works that share a row of the table are timed together."""
     groups = [[PrefillWork(_label(chunks), chunks, *heads)] for heads in _HEADS for chunks in (_SHORT[0], _SHORT[3])]
     groups[0] += [PrefillWork(_label(_SHORT[1]), _SHORT[1]), PrefillWork("mixed 3", _SHORT[4])]
     groups[1].append(PrefillWork(_label(_SHORT[2]), _SHORT[2]))
@@ -345,7 +346,7 @@ def _prepare_candidate(
 
 
 def tuning() -> list[TuningPoint]:
-    """Each model's heads at a short chunk over a long prefix, and at longer ones."""
+    """Each model's heads at a short chunk over a long prefix, and at longer chunks."""
     bf16 = torch.bfloat16
     models = ((32, 8, 128, bf16), (32, 4, 128, bf16), (16, 2, 256, bf16), (32, 8, 128, _FP8))
     works = [

@@ -1,7 +1,7 @@
 """Rows of `baton bench kernels` for `delta_layer`: what a gated delta net computes between its projections.
 
-Shapes are of Qwen3.5-35B-A3B: 16 key heads of 128, two value heads each, or one where said. Sequences stand at the
-eighth row of a tile, as they do on average; states are read, and not written, as in 15 of 16 steps.
+Shapes are those of Qwen3.5-35B-A3B: 16 key heads of 128, with two value heads each, or one where stated. Sequences are
+at the eighth row of a tile, the average; states are read but not written, as in 15 of 16 steps.
 """
 
 from functools import partial
@@ -17,12 +17,12 @@ from baton.kernels.delta_net.sizes import CONV_RING, RING, TILE, conv_len, state
 from baton.kernels.implementation import Implementation
 
 _DIM, _TAPS = 128, 4
-_OLD_ROWS = 7  # of the tile that a step begins in
+_OLD_ROWS = 7  # rows that the step's first tile already has
 _FIRST = 64 * TILE + _OLD_ROWS
 
 
 def _num_bytes(num_sequences: int, num_rows: int, heads: tuple[int, int], is_chunk: bool) -> int:
-    """States once, of chunks read and written; the open tile's rows, and those of the layer, once."""
+    """Bytes of states, once (twice for chunks, which write them), of the open tile's rows, and of the layer's rows."""
     num_heads, num_values = heads
     state = num_heads * num_values * _DIM * _DIM * 4
     tail = num_heads * (_DIM + num_values * _DIM) * 4
@@ -82,7 +82,7 @@ def _prepare(
 
 
 def cases() -> list[KernelCase]:
-    """Decode and verify steps, chunks of one prompt, and one tiny row for CPUs."""
+    """Decode and verify steps, chunks of one prompt, and a tiny case for CPUs."""
     points = [(num_sequences, num_rows, (16, 2), False) for num_rows in (1, 4) for num_sequences in (1, 16, 64, 256)]
     points += [(num_sequences, 1, (16, 1), False) for num_sequences in (16, 64)]
     points += [(1, num_rows, (16, 2), True) for num_rows in (16, 256, 1024, 2048, 8192)] + [(16, 2048, (16, 2), True)]

@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for `fused_copy`: a batch's inputs, which lie in many tensors, in one launch."""
+"""Rows of `baton bench kernels` for `fused_copy`: a batch's inputs, spread over many tensors, in one launch."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def _pairs(num_copies: int, num_bytes: int, device: torch.device) -> list[Pair]:
 
 
 def _ours(pairs: list[Pair], device: torch.device) -> Call:
-    """On a GPU the launch alone, of a table that is there: what packs it is the host's, and not captured."""
+    """On a GPU the launch only, with an existing table, because the host packs the table and that cannot be captured."""
     running = fused_copy(pairs, device)
     if device.type != "cuda":
         return partial(fused_copy, pairs, device)
@@ -46,7 +46,7 @@ def _prepare(num_copies: int, num_bytes: int, device: torch.device, num_sets: in
 
 
 def cases() -> list[KernelCase]:
-    """The dozen of a decode step, and larger ones; one tiny one for CPUs."""
+    """The dozen copies of a decode step, and larger ones; a tiny case for CPUs."""
     shapes = [(12, 512, True), (12, 4096, True), (64, 65_536, True), (256, 1_048_576, True), (3, 100, False)]
     return [
         KernelCase(

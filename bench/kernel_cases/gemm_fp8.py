@@ -1,7 +1,7 @@
 """Rows of `baton bench kernels` for `gemm_fp8` and `linear_fp8`, and the candidates of their tuned tables.
 
 "gemm_fp8" rows begin with quantized activations; "linear_fp8" rows with bfloat16, beside the GEMM alone, so that the
-price of the quantization is the difference. "torch" is `torch._scaled_mm`, which scales per tensor and so does less.
+difference is the cost of the quantization. "torch" is `torch._scaled_mm`, which scales per tensor and so does less.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ SHAPES = (
 _SMALL = (1, 4, 8, 16, 32, 64, 128)
 _LARGE = (1024, 4096)
 _LARGE_SHAPES = SHAPES[:4]
-_MIN_GROUPS = 4  # of 128 columns, of a split
+_MIN_GROUPS = 4  # of 128 columns, in a split
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _for_others(data: _Set) -> BlockScaled:
 
 
 def _library(sets: Sequence[_Set]) -> dict[str, list[Call]]:
-    """The library's GEMMs, as far as this device and version have them."""
+    """The library's GEMMs, where this device and version have them."""
     if sets[0].a_MK.device.type != "cuda":
         return {}
     one = torch.ones((), device=sets[0].a_MK.device)
@@ -84,7 +84,7 @@ def _library(sets: Sequence[_Set]) -> dict[str, list[Call]]:
     return found
 
 
-# Small enough for what checks accesses to memory; no table has rows of that size.
+# Small enough for a memory checker; no table has rows of that size.
 _HOPPER_TINY = (
     GemmPlan(stages=4, workers=2),
     GemmPlan(swap=False, BM=64, BN=32, stages=16, workers=2, depth=1, splits=2),
@@ -125,7 +125,7 @@ def _prepare_linear(M: int, N: int, K: int, device: torch.device, num_sets: int)
 
 
 def cases() -> list[KernelCase]:
-    """Each shape at the rows of a decode step, some at those of prefill; one tiny one for CPUs."""
+    """Each shape at the rows of a decode step, some at those of prefill; a tiny case for CPUs."""
     sizes = [(M, N, K, True) for N, K in SHAPES for M in _SMALL]
     sizes += [(M, N, K, True) for N, K in _LARGE_SHAPES for M in _LARGE]
     sizes.append((4, 256, 256, False))
@@ -194,9 +194,9 @@ _TILES: Mapping[int, Sequence[GemmPlan]] = {
         _warp_specialized(128, 32, 5, 2, 2),
     ),
 }
-_SPLITS = (1, 2, 4)  # that are tried where tiles alone leave multiprocessors idle
+_SPLITS = (1, 2, 4)  # tried where tiles alone leave multiprocessors idle
 _FEW_TILES = 100
-_MOST = 12  # candidates of few rows
+_MOST = 12  # maximum candidates for few rows
 _LARGE_TILES = (
     GemmPlan(swap=False, BM=128, BN=128, stages=4, warps=8),
     GemmPlan(swap=False, BM=128, BN=128, stages=4, warps=8, tma=True),
@@ -206,7 +206,7 @@ _LIBRARY: Mapping[str, object] = {"library": True}
 
 
 def _with_splits(tile: GemmPlan, size: int, N: int, K: int) -> list[GemmPlan]:
-    """The tile with each number of splits that is worth a try at a shape."""
+    """The tile with each number of splits worth trying at a shape."""
     num_tiles = -(-N // tile.BN) * -(-size // tile.BM)
     splits = [number for number in _SPLITS if number == 1 or number * _MIN_GROUPS <= K // GROUP_LEN]
     if num_tiles >= _FEW_TILES:
@@ -216,7 +216,7 @@ def _with_splits(tile: GemmPlan, size: int, N: int, K: int) -> list[GemmPlan]:
 
 
 def _candidates(kernel: str, size: int, N: int, K: int) -> list[Mapping[str, object]]:
-    """For few rows `linear_fp8` has its own plan of before, and that of the GEMM: tune the GEMM first."""
+    """Candidates; for few rows, `linear_fp8` has its earlier plan and the GEMM's, so tune the GEMM first."""
     if size > FEW_ROWS:
         return [_LIBRARY, *[tile.row() for tile in _LARGE_TILES]]
     before = _row_of(kernel, size, N, K)
@@ -231,7 +231,7 @@ def _candidates(kernel: str, size: int, N: int, K: int) -> list[Mapping[str, obj
 
 
 def _row_of(kernel: str, size: int, N: int, K: int) -> Mapping[str, object]:
-    """What is used now, with all of its fields."""
+    """The plan in use, with all of its fields."""
     plan = plan_of(kernel, size, N, K, SwapAB.AUTO, can_swap=True, device_index=None)
     return _LIBRARY if plan is None else plan.row()
 
@@ -252,7 +252,7 @@ _LIBRARY_HERE = Library()
 
 
 def _library_or_reference(kernel: str, data: _Set) -> torch.Tensor:
-    """Where the library refuses, something slow: a refusal takes no time and must not win."""
+    """Use the slow reference where the library refuses, because a refusal takes no time and must not win."""
     a_MK, scales_GM = data.a_MK, data.scales_GM
     if kernel == "linear_fp8":
         a_MK, scales_GM = quantize_fp8(data.x_MK, pad_to=4)
@@ -261,7 +261,7 @@ def _library_or_reference(kernel: str, data: _Set) -> torch.Tensor:
 
 
 def tuning() -> list[TuningPoint]:
-    """Each shape at the sizes of both tables; for many rows there is one."""
+    """Each shape at the sizes of both tables; for many rows there is only one table."""
     return [
         TuningPoint(
             kernel=kernel,

@@ -1,6 +1,6 @@
-"""Rows of `kv_scatter` within one GPU: the blocks of a prompt from one pool to the other, by number of multiprocessors.
+"""Rows of `kv_scatter` within one GPU: a prompt's blocks copied between two pools, by number of multiprocessors.
 
-Between two GPUs it is measured by `baton bench kv`, whose link is the limit there.
+`baton bench kv` measures it between two GPUs, where the link is the limit.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _NUM_PROGRAMS = (4, 8, 16, 32, 64, 132)
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """So many blocks of so many layers, each of `num_heads` x 2 x 16 x `head_dim` elements of two bytes."""
+    """`num_blocks` blocks of `num_layers` layers, each of `num_heads` x 2 x 16 x `head_dim` two-byte elements."""
 
     num_layers: int
     num_blocks: int
@@ -53,7 +53,7 @@ _TINY = _Shape(1, 4, 2, 16)
 
 
 class _Move:
-    """Two pools, and the blocks of one prompt scattered over each."""
+    """Two pools, with the blocks of one prompt scattered over each."""
 
     def __init__(self, shape: _Shape, device: torch.device) -> None:
         self.shape = shape
@@ -74,7 +74,7 @@ class _Move:
         )
 
     def launch(self, num_programs: int, *, with_digest: bool) -> Call:
-        """One launch for all layers; the word that says that it is done lies on the device."""
+        """Make one launch for all layers; its completion word is on the device."""
         device = self.source.device
         workspace = ScatterWorkspace(device, self.piece.count)
         words = torch.zeros(1 + MAX_LAYERS, dtype=torch.int64, device=device)
@@ -93,23 +93,23 @@ class _Move:
         return call
 
     def layers(self, pool: torch.Tensor) -> torch.Tensor:
-        """The pool as [layers, blocks, words], without the scratch block."""
+        """View the pool as [layers, blocks, words], without the scratch block."""
         whole = pool.view(torch.int64).view(self.shape.num_layers, self.shape.num_blocks + 1, -1)
         return whole[:, : self.shape.num_blocks]
 
     def by_index(self) -> torch.Tensor:
-        """The same blocks by torch's own indexing."""
+        """Copy the same blocks by torch's indexing."""
         source, target = self.layers(self.source), self.layers(self.target)
         picked = source.index_select(1, self.from_blocks)
         target.index_copy_(1, self.to_indices, picked)
         return self.target
 
     def by_copy(self) -> None:
-        """As many bytes that lie together, by the copy engine or what the driver chooses."""
+        """Copy as many contiguous bytes, by the copy engine or whatever the driver chooses."""
         self.target.copy_(self.source)
 
     def by_reference(self) -> torch.Tensor:
-        """Position by position, on any device."""
+        """Copy position by position, on any device."""
         from_blocks, to_blocks = self.from_blocks.tolist(), self.to_blocks.tolist()
         shape = (self.shape.num_blocks + 1, self.shape.num_heads, 2, _BLOCK_SIZE, -1)
         source, target = self.source.view(shape), self.target.view(shape)
@@ -132,7 +132,9 @@ def _geometry(shape: _Shape) -> PoolGeometry:
 def _prepare(shape: _Shape, num_programs: int) -> Callable[[torch.device, int], Systems]:
     def prepare(device: torch.device, num_sets: int) -> Systems:
         moves = [_Move(shape, device) for _ in range(num_sets)]
-        if device.type == "cpu":  # one system stands for ours where no kernel runs: the bench is tried, not the kernel
+        if (
+            device.type == "cpu"
+        ):  # one system stands for ours where no kernel runs, which tests the bench, not the kernel
             return {"ours": [move.by_reference for move in moves], "torch": [move.by_index for move in moves]}
         return {
             "ours": [move.launch(num_programs, with_digest=True) for move in moves],
@@ -145,7 +147,7 @@ def _prepare(shape: _Shape, num_programs: int) -> Callable[[torch.device, int], 
 
 
 def cases() -> list[KernelCase]:
-    """Whole prompts and single layers, and one small row for a CPU."""
+    """Whole prompts and single layers, and a small case for CPUs."""
     rows = [(_PROMPT, num) for num in _NUM_PROGRAMS] + [(_LAYER, num) for num in (8, 32, 132)]
     return [
         KernelCase(

@@ -1,7 +1,7 @@
-"""Rows of `baton bench kernels` for `linear_ordered`: bfloat16 GEMMs of numerics `invariant` beside the library's.
+"""Rows of `baton bench kernels` for `linear_ordered`: batch-invariant bfloat16 GEMMs beside the library's.
 
-"torch" is what default numerics compute, so `vs_torch` is the price. Output and down projections add eight slices of
-their inner dimension, as ranks would share them; the others two.
+"torch" is what default numerics compute, so `vs_torch` is the cost of batch invariance. Output and down projections add
+eight slices of their inner dimension, as ranks would share them; the others add two.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ def _prepare(M: int, N: int, K: int, slices: int, device: torch.device, num_sets
 
 
 def cases() -> list[KernelCase]:
-    """Each shape at the rows of decode steps and of prompts; one tiny one for CPUs."""
+    """Each shape at the rows of decode steps and of prompts; a tiny case for CPUs."""
     sizes = [(M, *shape, True) for shape in SHAPES for M in _ROWS if M <= _FEW or shape[0] < 100_000]
     sizes.append((3, 64, 128, 8, False))
     return [
@@ -62,7 +62,7 @@ def cases() -> list[KernelCase]:
 
 
 def _candidates(M: int, slices: int) -> list[Mapping[str, object]]:
-    """Rows of the weight, warps and stages; slices of a program as far as there are."""
+    """Rows of the weight, warps, stages, and slices per program."""
     tiles = ((64, 4, 4), (64, 4, 6), (64, 4, 8), (128, 4, 4), (128, 8, 4), (128, 8, 5))
     if M > _FEW:
         tiles = ((128, 4, 4), (128, 8, 3), (128, 8, 4), (128, 8, 5), (256, 8, 3), (256, 8, 4))
@@ -83,7 +83,7 @@ def _prepare_candidate(
 
 
 def tuning() -> list[TuningPoint]:
-    """Each shape but the head for few rows, for a batch, and for a chunk."""
+    """Each shape except the LM head: for few rows, for a batch, and for a chunk."""
     return [
         TuningPoint(
             kernel=NAME,

@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for `linear_split`, beside the library's GEMM: what serving launches, and drawn."""
+"""Rows of `baton bench kernels` for `linear_split` beside the library's GEMM: shapes of serving, and random ones."""
 
 import random
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _NUM_DRAWN = 24
 
 
 def _drawn() -> list[tuple[int, int, int]]:
-    """Rows, outputs and inputs that nothing was tuned on, the small as often as the large."""
+    """Draw rows, outputs and inputs that nothing was tuned on, small ones as often as large ones."""
     draw = random.Random(24)
     found = []
     for _ in range(_NUM_DRAWN):
@@ -35,7 +35,7 @@ def beside_library(
     device: torch.device,
     num_sets: int,
 ) -> Systems:
-    """A GEMM [M, N] of bfloat16, and the library's."""
+    """A bfloat16 GEMM [M, N], and the library's."""
 
     def draw(rows: int) -> torch.Tensor:
         return torch.randn(rows, K, device=device).bfloat16()
@@ -48,7 +48,7 @@ def beside_library(
 
 
 def cases() -> list[KernelCase]:
-    """Each shape at rows of decode steps, then the drawn ones; one tiny one for CPUs."""
+    """Each shape at rows of decode steps, then the random ones; a tiny case for CPUs."""
     sizes = [(M, *shape, "", True) for shape in SHAPES for M in _ROWS]
     sizes += [(*size, " drawn", True) for size in _drawn()]
     return [

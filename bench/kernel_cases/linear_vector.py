@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for `linear_vector`, beside the library's GEMM: what serving launches, and drawn."""
+"""Rows of `baton bench kernels` for `linear_vector` beside the library's GEMM: shapes of serving, and random ones."""
 
 import random
 from functools import partial
@@ -15,7 +15,7 @@ _NUM_DRAWN = 16
 
 
 def _drawn() -> list[tuple[int, int, int]]:
-    """Rows, outputs and inputs that nothing was tuned on, the small as often as the large."""
+    """Draw rows, outputs and inputs that nothing was tuned on, small ones as often as large ones."""
     draw = random.Random(31)
     return [
         (draw.choice((1, 1, 2)), 16 * round(2 ** draw.uniform(3, 11)), 128 * round(2 ** draw.uniform(1, 5)))
@@ -24,7 +24,7 @@ def _drawn() -> list[tuple[int, int, int]]:
 
 
 def cases() -> list[KernelCase]:
-    """Each shape at one row, then the drawn ones; one tiny one for CPUs."""
+    """Each shape at one row, then the random ones; a tiny case for CPUs."""
     sizes = [(1, *shape, "", True) for shape in SHAPES]
     sizes += [(*size, " drawn", True) for size in _drawn()]
     return [

@@ -1,8 +1,8 @@
-"""Rows of `baton bench kernels` for `mla_decode`, at the sizes of DeepSeek-V3: whole (128 heads), and cut over 8 ranks.
+"""Rows of `baton bench kernels` for `mla_decode`, at DeepSeek-V3's sizes: whole (128 heads), and split over 8 ranks.
 
-"flash_mla" is FlashMLA as vLLM brings it, in blocks of 64, its plan made outside of the calls; "fa3" is
-FlashAttention-3 with queries in two parts, as vLLM runs it over latents. Lengths are equal unless a row says "ragged":
-then one sequence has the context, and the others a quarter of it.
+"flash_mla" is vLLM's FlashMLA in blocks of 64, with its plan made outside the calls; "fa3" is FlashAttention-3 with
+queries in two parts, as vLLM runs it over latents. Lengths are equal unless a row says "ragged": then one sequence has
+the whole context, and the others a quarter of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ from baton.kernels.mla.decode_plan import MLAPlanOptions, table_shape
 BLOCK_SIZE = 16
 LATENT_DIM, TURNED_DIM = 512, 64
 SCALE = 192**-0.5
-_TORCH_MAX_BYTES = 1 << 28  # of rows: it copies and masks all of them
+_TORCH_MAX_BYTES = 1 << 28  # limit of rows, because torch copies and masks all of them
 
 
 @dataclass(frozen=True, slots=True)
 class MLADecodeShape:
-    """Of one launch."""
+    """Shape of one launch."""
 
     num_heads: int
     num_sequences: int
@@ -42,31 +42,31 @@ class MLADecodeShape:
 
     @property
     def lengths(self) -> list[int]:
-        """Of every sequence, the rows that are computed included."""
+        """Length of every sequence, including the rows being computed."""
         others = self.context_len // 4 if self.is_ragged else self.context_len
         return [self.context_len] + [others] * (self.num_sequences - 1)
 
     @property
     def row_bytes(self) -> int:
-        """Of the rows that must be read."""
+        """Bytes of the latent rows that must be read."""
         return 2 * sum(self.lengths) * (self.latent_dim + self.turned_dim)
 
     @property
     def query_bytes(self) -> int:
-        """Of queries and of what comes of them."""
+        """Bytes of queries and results."""
         row = 2 * self.latent_dim + self.turned_dim
         return 2 * self.num_sequences * self.num_queries * self.num_heads * row
 
     @property
     def num_flops(self) -> int:
-        """Of both matmuls."""
+        """FLOPs of both matmuls."""
         columns = 2 * self.latent_dim + self.turned_dim
         return 2 * sum(self.lengths) * self.num_queries * self.num_heads * columns
 
 
 @dataclass(frozen=True, slots=True)
 class MLADecodeBuffers:
-    """One set: what `mla_decode` takes."""
+    """One set of arguments of `mla_decode`."""
 
     query_BQAX: torch.Tensor
     rows_NSX: torch.Tensor
@@ -80,14 +80,14 @@ class MLADecodeBuffers:
         options: Mapping[str, object] | None = None,
         implementation: Implementation = Implementation.AUTO,
     ) -> torch.Tensor:
-        """Ours."""
+        """Run ours."""
         return mla_decode(
             self.query_BQAX, self.rows_NSX, self.block_tables_BM, self.positions_BQ, self.shape.context_len,
             latent_dim=self.shape.latent_dim, softmax_scale=SCALE, options=options, implementation=implementation,
         )  # fmt: skip
 
     def for_others(self) -> PagedLatents:
-        """What other kernels make their own buffers of."""
+        """Describe the buffers, so that baselines can make their own."""
         return PagedLatents(
             query_BQAX=self.query_BQAX,
             latent_dim=self.shape.latent_dim,
@@ -97,7 +97,7 @@ class MLADecodeBuffers:
 
 
 def make(shape: MLADecodeShape, device: torch.device) -> MLADecodeBuffers:
-    """A layer of a pool with random rows, blocks of each sequence scattered over it."""
+    """Make a layer of a pool with random rows, with each sequence's blocks scattered over it."""
     num_blocks = -(-shape.context_len // BLOCK_SIZE)
     total, row_len = num_blocks * shape.num_sequences, shape.latent_dim + shape.turned_dim
     ends_B1 = torch.tensor(shape.lengths, device=device)[:, None]
@@ -129,7 +129,7 @@ def _shapes() -> list[MLADecodeShape]:
 
 
 def cases() -> list[KernelCase]:
-    """Each shape; one tiny one for CPUs."""
+    """A case per shape, and a tiny one for CPUs."""
     tiny = MLADecodeShape(4, 2, 64, 2, latent_dim=32, turned_dim=16)
     return [
         KernelCase(

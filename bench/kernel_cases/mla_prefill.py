@@ -1,6 +1,6 @@
-"""Rows of `baton bench kernels` for `mla_prefill`, at DeepSeek-V3's sizes: whole (128 heads), and cut over 8 ranks.
+"""Rows of `baton bench kernels` for `mla_prefill`, at DeepSeek-V3's sizes: whole (128 heads), and split over 8 ranks.
 
-"torch" is the expanded form by torch: one GEMM, keys with the turned columns beside them, and its own attention.
+"torch" is the expanded form in torch: one GEMM, keys with the RoPE columns beside them, and torch's attention.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SCALE = 192**-0.5
 
 @dataclass(frozen=True, slots=True)
 class MLAPrefillShape:
-    """Of one launch: chunks of `query_len` rows, which end contexts of `context_len` positions."""
+    """Shape of one launch: chunks of `query_len` rows at the end of contexts of `context_len` positions."""
 
     num_heads: int
     num_sequences: int
@@ -37,24 +37,24 @@ class MLAPrefillShape:
 
     @property
     def num_columns(self) -> int:
-        """Of a head, in what expands latents."""
+        """Columns of a head in the up-projection."""
         return self.nope_dim + self.value_dim
 
     @property
     def row_bytes(self) -> int:
-        """Of rows of latents."""
+        """Bytes of latent rows."""
         return 2 * self.num_sequences * self.context_len * (self.latent_dim + self.turned_dim)
 
     @property
     def num_bytes(self) -> int:
-        """Of rows, weights, queries and outputs; what is expanded need not leave the chip."""
+        """Bytes of rows, weights, queries and outputs; expanded keys and values need not leave the chip."""
         per_row = self.num_heads * (self.nope_dim + self.turned_dim + self.value_dim)
         weights = 2 * self.num_heads * self.num_columns * self.latent_dim
         return self.row_bytes + weights + 2 * self.num_sequences * self.query_len * per_row
 
     @property
     def num_flops(self) -> int:
-        """Of the expansion, and of both matmuls over what rows see."""
+        """FLOPs of the expansion, and of both matmuls over the positions that rows see."""
         seen = self.query_len * self.context_len - self.query_len * (self.query_len - 1) // 2
         expanded = self.context_len * self.num_columns * self.latent_dim
         attended = seen * (self.nope_dim + self.turned_dim + self.value_dim)
@@ -63,7 +63,7 @@ class MLAPrefillShape:
 
 @dataclass(frozen=True, slots=True)
 class MLAPrefillBuffers:
-    """One set: what `mla_prefill` takes."""
+    """One set of arguments of `mla_prefill`."""
 
     query_TAE: torch.Tensor
     rows_KSX: torch.Tensor
@@ -73,7 +73,7 @@ class MLAPrefillBuffers:
     plans: SplitKVPlans = field(default_factory=SplitKVPlans)
 
     def run(self) -> torch.Tensor:
-        """Ours, as of a layer that is not the first of a pass."""
+        """Run ours, as in a layer that is not the first of a pass."""
         count = self.shape.num_sequences
         return mla_prefill(
             self.query_TAE, self.rows_KSX, self.expand_AYC, self.block_tables_BM, [self.shape.query_len] * count,
@@ -81,7 +81,7 @@ class MLAPrefillBuffers:
         )  # fmt: skip
 
     def run_library(self) -> torch.Tensor:
-        """Of whole prompts."""
+        """Run the library on whole prompts."""
         shape = self.shape
         rows_BLX = self.rows_KSX[self.block_tables_BM].flatten(1, 2)[:, : shape.context_len]
         latent_BLC, turned_BLP = rows_BLX.split([shape.latent_dim, shape.turned_dim], dim=2)
@@ -96,7 +96,7 @@ class MLAPrefillBuffers:
 
 
 def make(shape: MLAPrefillShape, device: torch.device) -> MLAPrefillBuffers:
-    """A layer of a pool with random rows, blocks of each sequence scattered over it."""
+    """Make a layer of a pool with random rows, with each sequence's blocks scattered over it."""
     num_blocks = -(-shape.context_len // BLOCK_SIZE)
     total, row_len = num_blocks * shape.num_sequences, shape.latent_dim + shape.turned_dim
     num_tokens, query_dim = shape.num_sequences * shape.query_len, shape.nope_dim + shape.turned_dim
@@ -109,7 +109,7 @@ def make(shape: MLAPrefillShape, device: torch.device) -> MLAPrefillBuffers:
         shape=shape,
     )
     if device.type == "cuda":
-        made.run()  # makes the windows, which no graph has then
+        made.run()  # makes the windows outside the graph
     return made
 
 
@@ -122,7 +122,7 @@ def _prepare(shape: MLAPrefillShape, device: torch.device, num_sets: int) -> Sys
 
 
 def cases() -> list[KernelCase]:
-    """Whole prompts, chunks over prefixes, many short prompts; one tiny one for CPUs."""
+    """Whole prompts, chunks over prefixes, many short prompts; a tiny case for CPUs."""
     sizes = ((1, 4096, 4096), (1, 2048, 16_384), (16, 512, 512), (8, 64, 4096), (1, 8192, 8192))
     shapes = [MLAPrefillShape(heads, *size) for heads in (16, 128) for size in sizes]
     tiny = MLAPrefillShape(2, 2, 20, 20, 32, 16, 32, 32)

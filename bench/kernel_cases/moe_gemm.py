@@ -1,7 +1,8 @@
-"""Rows of `baton bench kernels` for MoE layers: the gathered form, the masked GEMMs, and what is tuned.
+"""Rows of `baton bench kernels` for MoE layers: the grouped GEMMs, the masked GEMMs, and what is tuned.
 
-Choices are uniform, a token's experts distinct; a row's name says how many experts were hit, since their weights are
-the bytes. The masked form's rows hold the same batch as [E, M, D] buffers, without the exchange that would fill them.
+Experts are selected uniformly, a token's experts are distinct; a row's name says how many experts were hit, since their
+weights are the bytes. The rows of the masked form have the same batch as [E, M, D] buffers, without the exchange that
+would fill them.
 """
 
 import itertools
@@ -28,7 +29,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class MoEShape:
-    """A layer's experts."""
+    """Sizes of a layer's experts."""
 
     name: str
     num_experts: int
@@ -37,7 +38,7 @@ class MoEShape:
     hidden: int
 
     def num_bytes(self, num_hit: int, is_fp8: bool) -> int:
-        """Of the weights of so many experts, with their scales."""
+        """Bytes of the weights of `num_hit` experts, with their scales."""
         num_values = num_hit * 3 * self.inner_size * self.hidden
         return num_values + num_values // 16384 * 4 if is_fp8 else 2 * num_values
 
@@ -56,12 +57,12 @@ def _experts(shape: MoEShape, num_tokens: int, device: torch.device, seed: int) 
 
 
 def _num_hit(shape: MoEShape, num_tokens: int) -> int:
-    """Of the first set's choice; the others' differ by a few."""
+    """Number of experts that the first set hits; the other sets differ by a few."""
     return int(_experts(shape, num_tokens, torch.device("cpu"), 0).unique().numel())
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Values of weights: made expert by expert, for all of them in float32 would not fit beside the sets."""
+    """Make weight values expert by expert, because all of them in float32 would not fit beside the sets."""
     out = torch.empty(list(shape), dtype=dtype, device=device)
     for part in out:
         part.copy_(torch.randn(part.shape, device=device) / (1 if dtype == FP8 else math.sqrt(shape[-1])))
@@ -69,7 +70,7 @@ def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
 
 
 def _scale(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Of float8 values from a normal law, so that results have the size of their inputs."""
+    """Scales for normally distributed float8 values, so that results have the magnitude of their inputs."""
     num_experts, num_outputs, num_inputs = shape
     groups = (num_experts, -(-num_outputs // 128), num_inputs // 128)
     return torch.full(groups, 1 / math.sqrt(num_inputs), device=device)
@@ -96,13 +97,15 @@ def _inputs(
 def _masked_moe(
     weights: Fp8ExpertWeights, x_EMD: torch.Tensor, masked_m_E: torch.Tensor, inner_EMI: torch.Tensor
 ) -> None:
-    """The masked form's two calls, each with its quantization; the activation between them is left out."""
+    """Run the masked form's two calls, each with its quantization; the activation between them is left out."""
     moe_gemm_masked.moe_gemm_masked(x_EMD, masked_m_E, weights.gate_up_EJD, b_scale=weights.gate_up_scale)
     moe_gemm_masked.moe_gemm_masked(inner_EMI, masked_m_E, weights.down_EDI, b_scale=weights.down_scale)
 
 
 def _prepare(shape: MoEShape, num_tokens: int, is_fp8: bool, device: torch.device, num_sets: int) -> Systems:
-    other = ["masked" if is_fp8 else "torch"] if num_tokens <= max(BATCHES) else []  # both compute far more than asked
+    other = (
+        ["masked" if is_fp8 else "torch"] if num_tokens <= max(BATCHES) else []
+    )  # both compute far more than requested
     systems: dict[str, list[Call]] = {name: [] for name in ("ours", "invariant", *other)}
     weights = _weights(shape, is_fp8, device)  # sets differ by the experts that they hit
     others: list[BaselineExperts] = []
@@ -123,13 +126,13 @@ def _prepare(shape: MoEShape, num_tokens: int, is_fp8: bool, device: torch.devic
             inner_EMI = torch.randn(shape.num_experts, num_rows, shape.inner_size, device=device).bfloat16()
             systems["masked"].append(partial(_masked_moe, weights, x_EMD, count_E.int(), inner_EMI))
         else:
-            # What a captured step computes without these kernels: every expert on every row.
+            # Without these kernels a captured step computes every expert on every row.
             systems["torch"].append(partial(experts, x_TD, weight_TK, expert_TK, weights, False, ALONE))
     return systems | (vllm_moe(others) if device.type == "cuda" else {})
 
 
 def _half(weights: ExpertWeights | Fp8ExpertWeights) -> ExpertWeights | Fp8ExpertWeights:
-    """What the last of two ranks holds, whole: other forms of the kernels, to check what they access."""
+    """The experts of the last of two ranks, whole: another specialization of the kernels, for memory checks."""
     held = HeldExperts.of_rank(TINY.num_experts, 1, 2)
     names = [field.name for field in fields(weights) if field.name != "held"]
     return replace(weights, **{name: getattr(weights, name)[held.first :] for name in names}, held=held)
@@ -206,7 +209,7 @@ def _masked_for_others(
     b_scale: torch.Tensor,
     masked_m_E: torch.Tensor,
 ) -> BlockScaled:
-    """With room for 128 rows of each expert, as those who exchange rows have it: tiles may be that high."""
+    """Pad to 128 rows per expert, as in exchange buffers: baselines' tiles may be that high."""
     num_experts, num_rows, _ = values_EMK.shape
     padded = [
         torch.zeros(num_experts, max(128, num_rows), part.shape[2], dtype=part.dtype, device=part.device)
@@ -236,7 +239,7 @@ def _masked_case(shape_ENK: tuple[int, int, int], num_rows: int, only_gpu: bool 
 
 
 def cases() -> list[KernelCase]:
-    """Decode batches and chunks of prompts of both models in both dtypes, and the anchors' masked GEMMs."""
+    """Decode batches and prefill chunks of both models in both dtypes, and the anchors' masked GEMMs."""
     found = [_case(TINY, 3, True), _case(TINY, 3, False), _masked_case((2, 128, 128), 4, only_gpu=False)]
     found += [_case(shape, batch, True) for shape in SHAPES for batch in BATCHES]
     found += [_case(shape, batch, False) for shape in SHAPES for batch in (1, 16, 64)]
@@ -246,9 +249,9 @@ def cases() -> list[KernelCase]:
 
 
 def _candidates(num_tokens: int, is_fp8: bool) -> list[dict[str, object]]:
-    """Rows of a block by how many an expert gets; then the depth of both GEMMs, and warps."""
+    """Rows of a block by how many an expert gets; then the pipeline depth of both GEMMs, and warps."""
     lengths = (16,) if num_tokens <= 64 else (16, 32)
-    if is_fp8:  # a program holds a whole group of 128 columns of the intermediate size
+    if is_fp8:  # a program has a whole group of 128 columns of the intermediate size
         gated = [(128, 4, 3), (128, 8, 3), (128, 4, 5), (128, 8, 5), (128, 4, 2)]
         down = [(128, 4, 3), (128, 4, 4), (64, 4, 4), (64, 4, 5)]
     else:
@@ -296,7 +299,7 @@ def _prepare_masked_point(
 
 
 def tuning() -> list[TuningPoint]:
-    """Both forms, at the sizes where another choice may be best."""
+    """Both forms, at the sizes where different options may be best."""
     found = [
         TuningPoint(
             kernel=moe_gemm.KERNEL,

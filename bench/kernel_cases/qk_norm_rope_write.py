@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for `qk_norm_rope_write`: from a layer's GEMM to its queries and its pool."""
+"""Rows of `baton bench kernels` for `qk_norm_rope_write`: from a layer's QKV GEMM to its queries and its pool."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _BLOCK_LEN = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QKNormShape:
-    """Of a model's attention."""
+    """Shape of a model's attention."""
 
     num_query: int
     num_kv: int
@@ -36,11 +36,11 @@ class QKNormShape:
 
     @property
     def name(self) -> str:
-        """As the table of tuned configurations has it."""
+        """Name of the shape in the tuned table."""
         return f"{self.num_query}/{self.num_kv}/{self.head_dim}"
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Read and written."""
+        """Bytes read and written."""
         num_kv = 2 * self.num_kv * self.head_dim
         num_query = self.num_query * self.head_dim
         written = 2 * num_query + (1 if self.is_fp8 else 2) * num_kv
@@ -122,7 +122,7 @@ def _by_torch(
     num_query: int,
     num_kv: int,
 ) -> torch.Tensor:
-    """As models do it without the kernel: some 20 launches."""
+    """Compute it as models do without the kernel: some 20 launches."""
     query_THD, key_THD, value_THD = heads_TXD.split([num_query, num_kv, num_kv], dim=1)
     query_THD = rope(rms_norm(query_THD, weight_D, _EPS), *tables)
     key_THD = rope(rms_norm(key_THD, weight_D, _EPS), *tables)
@@ -142,7 +142,7 @@ def _prepare(shape: QKNormShape, num_tokens: int, device: torch.device, num_sets
 
 
 def cases() -> list[KernelCase]:
-    """The anchors' shapes, and float8 KV; one tiny one for CPUs."""
+    """The anchors' shapes, and float8 KV; a tiny case for CPUs."""
     found = [(_8B, num_tokens, True) for num_tokens in _ROWS]
     found += [(shape, num_tokens, True) for shape in (_30B, _35B, _8B_FP8) for num_tokens in (1, 64, 8192)]
     return [
@@ -166,9 +166,9 @@ def _prepare_tuning(
 
 
 def tuning() -> list[TuningPoint]:
-    """Heads of a tile, tiles of a program, its warps; any gives the same bits. Whether to begin early where it may not.
+    """Heads of a tile, tiles of a program, its warps, and early start where allowed; all give the same bits.
 
-    A tile has a vector of 16 bytes of each half for every thread, or two.
+    A tile has one or two 16-byte vectors of each half for every thread.
     """
     found = []
     for shape in (_8B, _30B, _35B):

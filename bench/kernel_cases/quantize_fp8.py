@@ -33,7 +33,7 @@ def _prepare(num_rows: int, K: int, device: torch.device, num_sets: int) -> Syst
 
 
 def cases() -> list[KernelCase]:
-    """Rows of a decode step and of a chunk of prefill, at the sizes of an 8B model; one tiny one for CPUs."""
+    """Rows of a decode step and of a prefill chunk, at the sizes of an 8B model; a tiny case for CPUs."""
     shapes = [(num_rows, 4096) for num_rows in _ROWS] + [(16, 12288), (8192, 12288)]
     found = [(shape, True) for shape in shapes] + [((8, 256), False)]
     return [
@@ -62,7 +62,7 @@ def _prepare_tile(
 
 
 def tuning() -> list[TuningPoint]:
-    """Tiles for few rows, which must be spread, and for many, which must come in long lines."""
+    """Tiles for few rows, which must be spread out, and for many, which need long contiguous accesses."""
     small = [(rows, groups, 1) for rows in (1, 2, 4) for groups in (1, 2)] + [(8, 2, 2), (8, 4, 4)]
     small += [(1, 8, 4), (2, 4, 4), (4, 2, 4), (4, 4, 8), (1, 4, 1)]
     middle = [

@@ -69,7 +69,7 @@ def _prepare(form: str, num_rows: int, length: int, device: torch.device, num_se
 
 
 def cases() -> list[KernelCase]:
-    """An 8B and a 30B model's hidden sizes; heads of a gated norm; one tiny one for CPUs."""
+    """Hidden sizes of an 8B and a 30B model; heads of a gated norm; a tiny case for CPUs."""
     shapes = [(form, num_rows, 4096) for form in _FORMS[:3] for num_rows in _ROWS]
     shapes += [("residual", num_rows, 2048) for num_rows in (1, 64, 8192)]
     shapes += [("gated", num_rows, 128) for num_rows in (32, 2048, 262_144)]
@@ -90,7 +90,7 @@ def cases() -> list[KernelCase]:
 def _prepare_tuning(
     form: str, length: int, device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
-    """A few rows as often as costs what many cost: one choice serves both, so that bits do not depend on it."""
+    """Time few rows, repeated to cost as much as many, with many rows: both share one choice, so bits are the same."""
     few = [_inputs(device, max(16, 4096 // length), length) for _ in range(num_sets)]
     many = [_inputs(device, (1 << 23) // length, length) for _ in range(num_sets)]
 
@@ -104,7 +104,7 @@ def _prepare_tuning(
 
 
 def tuning() -> list[TuningPoint]:
-    """How many warps share a row, and how many short rows a program has."""
+    """Number of warps that share a row, and number of short rows per program."""
     long = [{"rows": 1, "num_warps": num_warps} for num_warps in (2, 4, 8, 16)]
     short = [{"rows": rows, "num_warps": num_warps} for rows in (4, 8, 16, 32) for num_warps in (1, 2, 4, 8)]
     points: list[tuple[str, int, list[dict[str, int]]]] = [

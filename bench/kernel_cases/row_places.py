@@ -21,7 +21,7 @@ def _prepare(num_sequences: int, num_rows: int, num_entries: int, device: torch.
 
 
 def cases() -> list[KernelCase]:
-    """Decode steps with and without drafts; one tiny one for CPUs."""
+    """Decode steps with and without drafts; a tiny case for CPUs."""
     shapes = [(1, 2, 64, True), (64, 2, 512, True), (256, 4, 512, True), (4, 2, 8, False)]
     return [
         KernelCase(

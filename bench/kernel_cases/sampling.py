@@ -1,7 +1,7 @@
-"""Choosing tokens: verification of a mixed batch, sampling, log-probabilities, and edits of logits.
+"""Rows of `baton bench kernels` for sampling: verification of a mixed batch, sampling, log-probabilities, logit edits.
 
-Rows are drawn from a normal distribution, the flattest that occurs ("flat"), or are scaled so that some hundred tokens
-hold most of the mass, as a trained model's do ("peaked").
+Logits are drawn from a normal distribution, the flattest that occurs ("flat"), or are scaled so that some hundred
+tokens have most of the mass, as in a trained model ("peaked").
 """
 
 import functools
@@ -24,7 +24,7 @@ GREEDY_AT, PROBS_AT = (0,), (3, 4)
 
 
 def cases() -> list[KernelCase]:
-    """Must show 6, its neighbours, and a tiny one for the bench itself."""
+    """Row 6 of the required measurements, its neighbours, and a tiny case for the bench itself."""
     found = [_verify("tiny", 2, 1, 100, (Law.MATCH,), only_gpu=False)]
     for batch in (1, 16, 64, 256):
         found.append(_verify("mixed", batch, 3, QWEN3, MIXED))
@@ -50,7 +50,7 @@ def cases() -> list[KernelCase]:
 
 
 def tuning() -> list[TuningPoint]:
-    """Nothing is tuned: chunks are of one size for every batch, so that tokens do not depend on it."""
+    """Nothing is tuned: chunks have one size for every batch, so that tokens do not depend on it."""
     return []
 
 
@@ -148,7 +148,7 @@ def _verify(
 
 
 def _torch_verify(logits_BQV: torch.Tensor, drafts: DraftRows) -> object:
-    """What plain torch takes for the coupled or greedy part alone: noise, an argmax, and the prefix."""
+    """Compute only the coupled or greedy part in plain torch: noise, an argmax, and the prefix."""
     noise_BQV = torch.empty_like(logits_BQV, dtype=torch.float32).exponential_().log_().neg_()
     choice_BQ = (logits_BQV.float() + noise_BQV).argmax(dim=-1)
     return (choice_BQ[:, :-1] == drafts.ids_BK).to(torch.int64).cumprod(dim=1).sum(dim=1)
@@ -175,7 +175,7 @@ def _sample(name: str, batch: int, scale: float, top_k: int, top_p: float, *, te
 
 
 def _torch_sample(logits_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """The sort that libraries do where they have no kernel."""
+    """Sample by sorting, as libraries do without a kernel."""
     logits_BV = logits_BV.float()
     order_BV = None
     if top_k or top_p < 1:

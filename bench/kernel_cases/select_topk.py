@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for routing: choosing, sorting by expert, and the pattern for benchmarks."""
+"""Rows of `baton bench kernels` for routing: selection, sorting by expert, and the balanced pattern for benchmarks."""
 
 from functools import partial
 
@@ -12,12 +12,12 @@ from baton.kernels.moe.select_topk import Scoring, select_topk
 
 NUM_CHOSEN = 8
 NUM_TOKENS = (1, 16, 64, 256, 1024, 8192)
-# Said to be larger than they are: in a step, logits were just written and lie in the L2 cache, too.
+# Stated larger than they are, because in a step logits were just written and are in the L2 cache, too.
 SET_BYTES = 4 << 20
 
 
 def _route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, implementation: Implementation) -> torch.Tensor:
-    """As a layer does before its expert GEMMs; the weights, for what they must agree in."""
+    """Route as a layer does before its expert GEMMs; returns the weights, by which systems are compared."""
     if bias_E is None:
         weight_TK, expert_TK = select_topk(logits_TE, NUM_CHOSEN, renormalise=True, implementation=implementation)
     else:
@@ -54,7 +54,7 @@ def _prepare(num_tokens: int, num_experts: int, is_grouped: bool, device: torch.
 
 
 def cases() -> list[KernelCase]:
-    """One tiny for CPUs, then both sizes of layer, and the groups of DeepSeek-V3."""
+    """A tiny case for CPUs, then both layer sizes, and DeepSeek-V3's groups."""
     points = [(3, 16, False, False)]
     points += [(num_tokens, num_experts, False, True) for num_experts in (128, 256) for num_tokens in NUM_TOKENS]
     points += [(num_tokens, 256, True, True) for num_tokens in (1, 64, 256)]

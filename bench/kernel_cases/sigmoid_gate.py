@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for sigmoid gates: attention's outputs, and shared experts, of Qwen3.5-35B-A3B."""
+"""Rows of `baton bench kernels` for sigmoid gates: attention outputs and shared experts of Qwen3.5-35B-A3B."""
 
 from functools import partial
 
@@ -41,7 +41,7 @@ def _prepare_output(num_rows: int, num_heads: int, device: torch.device, num_set
 
 
 def cases() -> list[KernelCase]:
-    """Decode steps and chunks; one tiny one of each for CPUs."""
+    """Decode steps and chunks; a tiny case of each for CPUs."""
     found = []
     for num_rows, length, only_gpu in (*((num_rows, 2048, True) for num_rows in _ROWS), (3, 128, False)):
         found.append(

@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for `silu_mul_fused`: the gates of dense layers and of experts, plain and in float8."""
+"""Rows of `baton bench kernels` for `silu_mul_fused`: activations of dense layers and experts, plain and in float8."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -70,7 +70,7 @@ def _case(num_rows: int, length: int, quantize: bool, only_gpu: bool) -> KernelC
 
 
 def cases() -> list[KernelCase]:
-    """An 8B model's layers, a 30B model's experts, masked ones; one tiny one for CPUs."""
+    """An 8B model's layers, a 30B model's experts, masked ones; a tiny case for CPUs."""
     found = [_case(num_rows, 12_288, quantize, True) for quantize in (False, True) for num_rows in _ROWS]
     found += [_case(num_rows, 768, False, True) for num_rows in (8, 512, 65_536)]
     found += [
@@ -94,7 +94,7 @@ def _prepare_tuning(
 
 
 def tuning() -> list[TuningPoint]:
-    """Groups of a program, its warps, and whether to begin early where it may not pay; any gives the same bits."""
+    """Groups of a program, its warps, and early start where it may not pay; all give the same bits."""
     small = [(2, 1), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (16, 4), (16, 8)]
     large = [(8, 2), (8, 4), (16, 2), (16, 4), (16, 8), (32, 4), (32, 8)]
     points = [(12_288, quantize, num_rows) for quantize in (False, True) for num_rows in (64, 512, 8192)]

@@ -1,1 +1,1 @@
-"""`baton bench kv`, and the hand-off between two GPUs."""
+"""`baton bench kv`, and the hand-off benchmark between two GPUs."""

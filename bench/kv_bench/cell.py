@@ -1,4 +1,4 @@
-"""One measurement: a fresh sender and receiver, a warm-up, a burst, a paced phase, and every byte checked.
+"""One measurement: a fresh sender and receiver, a warm-up, a burst, a paced phase, and a check of every byte.
 
 A cell that fails, hangs or moves a wrong byte raises `CellFailed`; it never leaves a process behind.
 """
@@ -31,12 +31,12 @@ _GIGA = 1e9
 
 
 class CellFailed(Exception):
-    """A measurement could not be made; the text says why."""
+    """A measurement failed; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long each phase lasts."""
+    """Duration of each phase."""
 
     warm_requests: int = 2
     burst_s: float = 1.0
@@ -48,10 +48,10 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What one cell found."""
+    """Results of one cell."""
 
-    gbps: float  # median over the requests of the burst
-    exposed_ms: list[float] = field(default_factory=list)  # of every paced request
+    gbps: float  # median over the burst's requests
+    exposed_ms: list[float] = field(default_factory=list)  # one per paced request
     submit_us: float = 0.0  # median `submit` of the paced phase, or of the burst
     cpu_s_per_gb: float | None = None
     sender_cpu_s_per_gb: float | None = None
@@ -62,10 +62,10 @@ class Sample:
 
 
 class SideProcess:
-    """One side, as the harness holds it."""
+    """The harness's handle of one side's process."""
 
     def __init__(self, cell: TransferCell, roles: frozenset[str], log_path: Path) -> None:
-        os.environ.setdefault(ENVIRONMENT, DeploymentSecret.of_process().text)  # both sides are of one deployment
+        os.environ.setdefault(ENVIRONMENT, DeploymentSecret.of_process().text)  # both sides belong to one deployment
         context = multiprocessing.get_context("spawn")
         self._log_path = log_path
         self._name = "+".join(sorted(roles))
@@ -78,15 +78,15 @@ class SideProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         assert self._process.pid is not None
         return self._process.pid
 
     def answer(self) -> Any:
-        """What the side says next.
+        """Wait for the side's next answer.
 
         Raises:
-            CellFailed: it failed, ended, or says nothing.
+            CellFailed: the side failed, ended, or is silent.
         """
         try:
             if not self._pipe.poll(ANSWER_LIMIT_S):
@@ -99,7 +99,7 @@ class SideProcess:
         return value
 
     def ask(self, command: str, argument: object = None) -> Any:
-        """Do something there and wait for it."""
+        """Send a command and wait for its answer."""
         self._pipe.send((command, argument))
         return self.answer()
 
@@ -118,7 +118,7 @@ class SideProcess:
 
 @dataclass(slots=True)
 class SidePair:
-    """Both sides of one cell, and the requests so far."""
+    """Both sides of one cell, and the number of requests so far."""
 
     cell: TransferCell
     sender: SideProcess
@@ -128,7 +128,7 @@ class SidePair:
     def requests(
         self, effort: Effort, min_requests: int, min_s: float, pace_s: float = 0.0
     ) -> list[tuple[SentPush, float]]:
-        """Send some; each with the time at which the receiver had it."""
+        """Send requests; return each with the time at which the receiver had it."""
         phase = BenchPhase(
             first=self.num_sent,
             min_requests=min_requests,
@@ -142,11 +142,11 @@ class SidePair:
         return [(item, done_s[item.index]) for item in sent]
 
     def check(self) -> int:
-        """Every byte of the receiver's pool."""
+        """Check every byte of the receiver's pool."""
         return int(self.receiver.ask("check", list(range(self.num_sent))))
 
     def pids(self) -> tuple[int, int]:
-        """Of sender and receiver."""
+        """Process ids of sender and receiver."""
         return self.sender.pid, self.receiver.pid
 
 
@@ -186,7 +186,7 @@ def measure(cell: TransferCell, effort: Effort) -> Sample:
 
 
 def count_system_calls(cell: TransferCell, num_requests: int) -> dict[str, dict[str, float]]:
-    """System calls per layer, by side and name, of requests back to back; no rate is measured meanwhile.
+    """System calls per layer, by side and name, of back-to-back requests; no rate is measured meanwhile.
 
     Raises:
         CellFailed: it could not be measured.
@@ -205,7 +205,7 @@ def count_system_calls(cell: TransferCell, num_requests: int) -> dict[str, dict[
 
 @contextlib.contextmanager
 def open_cell(cell: TransferCell) -> Iterator[SidePair]:
-    """Start both sides, connect them, and end them behind the block.
+    """Start both sides, connect them, and end them after the block.
 
     Raises:
         CellFailed: one does not start.
@@ -232,7 +232,7 @@ def open_cell(cell: TransferCell) -> Iterator[SidePair]:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """What processes that are started meanwhile inherit."""
+    """Set variables that processes started within the block inherit."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -252,7 +252,7 @@ def _gil_load(cell: TransferCell, pair: SidePair) -> Iterator[None]:
     process = multiprocessing.get_context("spawn").Process(target=spin, daemon=True)
     process.start()
     try:
-        time.sleep(0.5)  # its interpreter has started
+        time.sleep(0.5)  # until its interpreter has started
         yield
     finally:
         process.kill()
@@ -260,5 +260,5 @@ def _gil_load(cell: TransferCell, pair: SidePair) -> Iterator[None]:
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """Linear between ranks."""
+    """Percentile, linear between ranks."""
     return float(np.percentile(np.array(values), percent))

@@ -1,7 +1,7 @@
 """`baton bench kv`: systems x workloads x loads, in rounds.
 
-In every round each cell is measured once, in random order, by fresh processes; so a slow minute of the machine falls on
-all systems alike. Numbers are medians over rounds, with the least and the greatest beside them.
+In every round each cell is measured once, in random order, by fresh processes, so that a slow minute of the machine
+affects all systems alike. Numbers are medians over rounds, with minimum and maximum beside them.
 """
 
 import itertools
@@ -29,7 +29,7 @@ GRACE_MS = 0.5
 
 
 def checks(rows: list[Row]) -> list[Check]:
-    """Each promise with its value, limit and whether it holds."""
+    """Each promise with its value, its limit and whether it holds."""
 
     def find(system: str, workload: str, *, digest: bool | None = None, gil_load: str = "none") -> Row | None:
         return next(
@@ -114,7 +114,7 @@ CALL_REQUESTS = {"a": 2, "b": 10, "c": 50}
 
 @dataclass(slots=True)
 class _Row(Generic[T]):
-    """A cell and what the rounds found."""
+    """A cell and its results over the rounds."""
 
     cell: TransferCell
     found: list[T] = field(default_factory=list)
@@ -122,7 +122,7 @@ class _Row(Generic[T]):
 
 
 def bench_kv(options: KvOptions, note: Note) -> dict[str, Any]:
-    """Measure; `note` is told about every cell. Cells that failed are in `failures`, and have no number."""
+    """Measure; `note` is called for every cell. Cells that failed are in `failures`, and have no numbers."""
     for sentence in options.left_out:
         note(f"left out: {sentence}")
     if options.what == "step":
@@ -152,7 +152,7 @@ def _bench_steps(options: KvOptions, note: Note) -> dict[str, Any]:
 def _rounds(
     options: KvOptions, note: Note, once: Callable[[TransferCell, int], T], brief: Callable[[T], str]
 ) -> list[_Row[T]]:
-    """Every cell once in every round, in random order."""
+    """Measure every cell once in every round, in random order."""
     rows: list[_Row[T]] = [_Row(cell) for cell in cells(options)]
     for turn in range(options.rounds):
         order = rows.copy()
@@ -176,7 +176,7 @@ def _result(options: KvOptions, rows: Sequence[_Row[Any]], table: list[dict[str,
 
 
 def cells(options: KvOptions) -> Iterator[TransferCell]:
-    """Everything to be measured in one round."""
+    """Cells to be measured in one round."""
     for name, workload, load in itertools.product(options.systems, options.workloads, options.gil_loads):
         for digest in SYSTEMS[name].digests:
             if digest is not None and digest not in options.digests:
@@ -193,14 +193,14 @@ def cells(options: KvOptions) -> Iterator[TransferCell]:
 
 
 def describe(cell: TransferCell) -> str:
-    """A cell in a few words."""
+    """Describe a cell in a few words."""
     digest = {None: "", True: " +digest", False: ""}[cell.digest]
     load = "" if cell.gil_load == "none" else f", busy thread {cell.gil_load}"
     return f"{cell.system}{digest} on {cell.workload.name}{load}"
 
 
 def as_row(cell: TransferCell, samples: list[Sample]) -> dict[str, Any]:
-    """The row of the result."""
+    """Make the row of the result."""
     row: dict[str, Any] = {"system": cell.system, "workload": cell.workload.name, "gil_load": cell.gil_load}
     if cell.digest is not None:
         row["digest"] = cell.digest

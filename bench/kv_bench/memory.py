@@ -1,7 +1,7 @@
-"""The bytes that are moved: what a source block holds, the poison in targets, and whether every byte arrived.
+"""The bytes that are moved: content of source blocks, poison in targets, and the check that every byte arrived.
 
-Pools are seen as uint8 arrays [L layers, N blocks, B bytes]. A block holds random words plus a stamp of its own, so a
-block that lands in the wrong place, half, or from another layer differs everywhere; blocks that no request named must
+Pools are uint8 arrays [L layers, N blocks, B bytes]. A block contains random words plus a stamp of its own, so a block
+that arrives in the wrong place, in part, or from another layer differs everywhere; blocks that no request named must
 still be poison.
 """
 
@@ -20,11 +20,11 @@ _MASK = (1 << 64) - 1
 
 
 class WrongBytes(Exception):
-    """A target does not hold what it must."""
+    """A target has wrong content."""
 
 
 def allocate(shape: tuple[int, int, int], *, shared: bool) -> Blocks:
-    """Zeroed memory of 4 KiB pages that stay where they are."""
+    """Allocate zeroed memory in 4 KiB pages that stay in place."""
     layers, blocks, size = shape
     kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
     memory = mmap.mmap(-1, layers * blocks * size, kind | mmap.MAP_ANONYMOUS)
@@ -43,7 +43,7 @@ def fill(pool_LNB: Blocks, seed: int) -> None:
 
 
 def poison(pool_LNB: Blocks) -> None:
-    """Make every target byte one that no test of `check` accepts."""
+    """Fill the target with a byte that `check` never accepts."""
     pool_LNB.fill(POISON)
 
 
@@ -51,7 +51,7 @@ def check(pool_LNB: Blocks, seed: int, requests: Iterable[tuple[Sequence[int], S
     """Compare a whole target pool with what (source blocks, target blocks) of `requests`, in order, must have left.
 
     Returns:
-        Bytes of written blocks that were compared.
+        Number of compared bytes in written blocks.
 
     Raises:
         WrongBytes: at least one differs.

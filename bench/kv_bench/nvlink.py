@@ -19,7 +19,7 @@ from baton.bench.kv_bench.nvlink_sides import COPY_BYTES, DecodeSide, PrefillSid
 from baton.bench.result import result, spread
 
 Row = dict[str, Any]
-PREFILL_GBPS = 5.6  # of one prefill worker of an 8B model on an H200
+PREFILL_GBPS = 5.6  # rate of one prefill worker of an 8B model on an H200
 PUSH_TUNING = (16, 16, 4096)
 LAYERS = ((16, 8, 4096), (64, 16, 4096), (132, 16, 4096))  # programs, warps, words of a tile
 OTHERS = ((16, 16, 4096), (64, 16, 4096))
@@ -33,7 +33,7 @@ def note(text: str) -> None:
 
 
 def short(row: Row) -> str:
-    """A row in a few words."""
+    """Describe a row in a few words."""
     digest = {True: " digest", False: "", None: ""}[row.get("digest")]
     values = " ".join(f"{name}={row[name]}" for name in SHOWN if name in row)
     return f"{row['system']} {row['workload']}{digest}: {values}"
@@ -43,8 +43,8 @@ class Measurement:
     """One run.
 
     Args:
-        start: how a side is started.
-        rounds: of each number.
+        start: function that starts a side.
+        rounds: rounds of each number.
         num_steps: decode steps of each round.
     """
 
@@ -63,7 +63,7 @@ class Measurement:
         self.decode.end()
 
     def check(self) -> None:
-        """What arrives is what was sent, and both sides' digests agree."""
+        """Check that what arrives is what was sent, and that both sides' digests agree."""
         for turn, tuning in enumerate((PUSH_TUNING, (132, 8, 2048), (3, 4, 1024))):
             sent = self.prefill.call("push_checked", turn, tuning)
             assert self.decode.call("digests", turn, 8) == sent, turn
@@ -71,7 +71,7 @@ class Measurement:
         note("checked: bytes and digests agree")
 
     def rates(self) -> None:
-        """Copy engine and kernel, in turns."""
+        """Measure copy engine and kernel, in turns."""
         engine: dict[int, list[float]] = {COPY_BYTES: [], PUSH_BYTES: []}
         kernel: dict[tuple[Any, ...], list[float]] = {}
         forms = [("layers", digest, shape) for digest in (False, True) for shape in LAYERS]
@@ -97,7 +97,7 @@ class Measurement:
             self._row("kv_digest", "layers", num_sms=num_programs, **spread("gbps", rates))
 
     def exposed(self) -> None:
-        """From the end of the layer to the word that the decode process reads."""
+        """Measure the time from the layer's end to the word that the decode process reads."""
         for digest in (True, False):
             for num_programs in (16, 64):
                 rounds = 60
@@ -109,7 +109,7 @@ class Measurement:
                           exposed_p99_ms=gaps[int(len(gaps) * 0.99)] / 1e3)  # fmt: skip
 
     def slow_downs(self, rounds: int) -> None:
-        """A decode step alone, under a paced push that is verified, and under one that never pauses."""
+        """Measure a decode step alone, under a paced push that is verified, and under one that never pauses."""
         alone_ms = self.decode.call("prepare_step")
         note(f"decode step alone: {alone_ms:.3f} ms")
         paced = [(PREFILL_GBPS, 16, verify) for verify in (0, 2, 4, 8)]
@@ -129,7 +129,9 @@ class Measurement:
                 self.prefill.call("start_pushing", gbps, (push, 16, 4096), credited)
                 during = self.decode.call("step_times", self._num_steps, verify, credited)
                 rate = self.prefill.call("stop_pushing")
-                if credited:  # it waits for credit before and after the steps: count what was verified during them
+                if (
+                    credited
+                ):  # the push waits for credit before and after the steps, so count what was verified during them
                     rate = during["verified"] * PUSH_BYTES / sum(during["step_ms"]) / 1e6
                 slower = statistics.fmean(during["step_ms"]) / before - 1
                 found[case].append((slower, rate, during["verified"], during["wrong"]))

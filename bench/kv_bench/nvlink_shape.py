@@ -1,4 +1,4 @@
-"""What is pushed between two GPUs, and where the processes say so: shapes, blocks of each push, completion words."""
+"""Shapes, blocks of each push, and completion words of the hand-off benchmark between two GPUs."""
 
 import mmap
 import os
@@ -24,21 +24,21 @@ CONTEXT_LEN = 1024
 DECODE_BLOCKS = BATCH * CONTEXT_LEN // 16
 SLOT_WORDS = 64
 NUM_SLOTS = 4096
-NUM_SETS = 32  # incoming transfers in the ring of `slot`
+NUM_SETS = 32  # incoming transfers in the ring of `slot_of`
 VERIFIED_SLOT = 3000  # how many incoming transfers the decode side has verified, for a push that waits for credit
-WINDOW = 6  # incoming transfers that may be pushed and not yet verified
+WINDOW = 6  # incoming transfers that may be pushed but not yet verified
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The two pools; blocks below `DECODE_BLOCKS` of the decode pool are those of running sequences."""
+    """The two pools' geometries; blocks below `DECODE_BLOCKS` of the decode pool belong to running sequences."""
 
     prefill: PoolGeometry
     decode: PoolGeometry
 
 
 def pools() -> Pools:
-    """Both geometries."""
+    """Make both geometries."""
     return Pools(PoolGeometry(LAYOUT, MANY_BLOCKS + 8), PoolGeometry(LAYOUT, DECODE_BLOCKS + MANY_BLOCKS + 8))
 
 
@@ -54,7 +54,7 @@ def target_blocks(turn: int, count: int) -> npt.NDArray[np.int32]:
 
 
 def incoming_blocks(incoming: int) -> npt.NDArray[np.int32]:
-    """Blocks of the decode pool for one of the incoming transfers that follow each other."""
+    """Blocks of the decode pool for one of the consecutive incoming transfers."""
     first = incoming % NUM_SETS * SET_BLOCKS
     return (
         np.random.default_rng(7).permutation(MANY_BLOCKS)[first : first + SET_BLOCKS].astype(np.int32) + DECODE_BLOCKS
@@ -62,7 +62,7 @@ def incoming_blocks(incoming: int) -> npt.NDArray[np.int32]:
 
 
 def slot_of(incoming: int, layer: int) -> int:
-    """Which slot says that a layer of an incoming transfer is there."""
+    """Slot whose word says that a layer of an incoming transfer has arrived."""
     return 2 + incoming % NUM_SETS * NUM_LAYERS + layer
 
 
@@ -70,7 +70,7 @@ class Words:
     """Completion words in a file that both processes map.
 
     Args:
-        path: of the file, which one process makes.
+        path: path of the file, which one process creates.
     """
 
     def __init__(self, path: str, *, create: bool = False) -> None:
@@ -87,19 +87,19 @@ class Words:
         self.view = memoryview(self._map).cast("Q")
 
     def word(self, slot: int) -> int:
-        """The sequence number in a slot."""
+        """Sequence number in a slot."""
         return self.view[slot * SLOT_WORDS]
 
     def set_word(self, slot: int, value: int) -> None:
-        """Say one of our own."""
+        """Set a slot's word from the host."""
         self.view[slot * SLOT_WORDS] = value
 
     def digests(self, slot: int, count: int) -> list[int]:
-        """What follows it."""
+        """Digests that follow the word."""
         start = slot * SLOT_WORDS + 1
         return self.view[start : start + count].tolist()
 
     @staticmethod
     def offset_bytes(slot: int) -> int:
-        """Where a slot begins."""
+        """Start of a slot."""
         return slot * SLOT_WORDS * 8

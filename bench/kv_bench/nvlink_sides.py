@@ -1,4 +1,4 @@
-"""The two sides of the measurement between two GPUs: one pushes, one receives while its decode loop goes on."""
+"""The two sides of the benchmark between two GPUs: one pushes, one receives while its decode loop continues."""
 
 import itertools
 import secrets
@@ -36,10 +36,10 @@ ALL_LAYERS = ScatterRange(layer=0, first=0, count=SET_BLOCKS * 16, head_first=0,
 
 
 class DecodeSide:
-    """Owns the pool that is written.
+    """Owner of the pool that is written.
 
     Args:
-        device_index: which GPU.
+        device_index: index of the GPU.
     """
 
     def __init__(self, device_index: int) -> None:
@@ -72,7 +72,7 @@ class DecodeSide:
         self._words.path.unlink(missing_ok=True)
 
     def digests(self, turn: int, num_programs: int) -> list[int]:
-        """Of what a checked push left here."""
+        """Digests of what a checked push left here."""
         ids = torch.from_numpy(target_blocks(turn, SET_BLOCKS)).to(self._device)
         torch.cuda.synchronize()
         self._launch(ids, RESULT_SLOTS, turn + 1, Tuning(num_programs))
@@ -122,9 +122,9 @@ class DecodeSide:
         """Milliseconds of consecutive steps, verifying each incoming transfer that completes meanwhile.
 
         Args:
-            num_steps: how many.
+            num_steps: number of steps.
             verify_programs: multiprocessors of the verification; 0: none.
-            credited: the push goes on as incoming transfers are verified; none is left out.
+            credited: whether the push continues as incoming transfers are verified, so that none is left out.
         """
         assert self._step is not None
         events: list[torch.cuda.Event] = []
@@ -156,7 +156,7 @@ class DecodeSide:
 
 
 class _Verifier:
-    """Digests transfers whose words are all there, one at a time, and compares with what the sender's kernels said."""
+    """Digests complete transfers, one at a time, and compares with the digests of the sender's kernels."""
 
     def __init__(self, side: DecodeSide, num_programs: int) -> None:
         self.num_verified = 0
@@ -167,13 +167,13 @@ class _Verifier:
         self._waiting: list[int] | None = None
 
     def turn(self) -> None:
-        """Look, and do one thing."""
+        """Check for a transfer or a result, and handle one."""
         words = self._side._words
         if self._next is None:
             first = words.word(slot_of(0, 0))
             if not first:
                 return
-            self._next = first  # an incoming transfer that has just begun in the ring
+            self._next = first  # a transfer that has just begun in the ring
         if self._waiting is not None:
             if words.word(RESULT_SLOTS) == self._next + 1:
                 self.num_verified += 1
@@ -188,7 +188,7 @@ class _Verifier:
 
 
 class _CreditedVerifier:
-    """Digests every transfer in order, as soon as it is there, and tells the pushing side how many it has compared."""
+    """Digests every transfer in order, as soon as it is complete, and tells the pushing side how many it has compared."""
 
     def __init__(self, side: DecodeSide, num_programs: int) -> None:
         self.num_verified = 0
@@ -198,7 +198,7 @@ class _CreditedVerifier:
         self._tuning = Tuning(num_programs)
 
     def turn(self) -> None:
-        """Launch for what is there, compare what is known."""
+        """Launch digests for complete transfers, and compare finished ones."""
         words = self._side._words
         while words.word(slot_of(self._num_launched, 0)) == self._num_launched + 1:
             ids = self._side._incoming_ids[self._num_launched % 32]
@@ -223,11 +223,11 @@ MAX_AHEAD = 8  # launches
 
 
 class PrefillSide:
-    """Owns a pool of random blocks, and writes into the peer's.
+    """Owner of a pool of random blocks, which it writes into the peer's pool.
 
     Args:
-        device_index: which GPU.
-        offer: what the decode side says of its pool.
+        device_index: index of the GPU.
+        offer: the decode side's description of its pool.
     """
 
     def __init__(self, device_index: int, offer: dict[str, Any]) -> None:
@@ -253,7 +253,7 @@ class PrefillSide:
         torch.cuda.synchronize()
 
     def about(self) -> dict[str, str]:
-        """The machine."""
+        """Describe the machine."""
         properties = torch.cuda.get_device_properties(self._device)
         return {
             "gpu": properties.name,
@@ -262,7 +262,7 @@ class PrefillSide:
         }
 
     def copy_engine(self, num_bytes: int, rounds: int) -> list[float]:
-        """GB/s of contiguous copies into the peer's memory."""
+        """Measure GB/s of contiguous copies into the peer's memory."""
         with torch.cuda.stream(self._stream):
             big = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         times = []
@@ -282,9 +282,9 @@ class PrefillSide:
         Args:
             form: "layers": one launch for 64 blocks of 36 layers; "long": one for 2304 blocks of a layer; "each": 36
                 launches of 64 blocks; "few": one launch of 64 blocks of one layer.
-            digest: with it.
+            digest: whether to compute digests.
             tuning: programs, warps, words of a tile.
-            rounds: how often.
+            rounds: number of rounds.
         """
         times = []
         for turn in range(rounds + 2):
@@ -327,10 +327,10 @@ class PrefillSide:
         return self._words.digests(0, NUM_LAYERS)
 
     def fire(self, rounds: int, digest: bool, tuning: tuple[int, int, int]) -> None:
-        """For each round: a kernel that ends by writing word 1, an event, and the push behind it on another stream."""
+        """For each round, launch a kernel that ends by writing word 1, an event, and the push after it on another stream."""
         source, target = self._ids(source_blocks(3, SET_BLOCKS)), self._ids(target_blocks(3, SET_BLOCKS))
         main = torch.cuda.Stream(self._device)
-        time.sleep(FIRE_AFTER_S)  # the other side watches by then
+        time.sleep(FIRE_AFTER_S)  # until the other side watches
         for turn in range(rounds):
             piece = ScatterRange(layer=turn % NUM_LAYERS, first=0, count=1024, head_first=0, head_count=8)
             with torch.cuda.stream(main):
@@ -345,19 +345,19 @@ class PrefillSide:
             time.sleep(0.002)
 
     def start_pushing(self, gbps: float, tuning: tuple[int, int, int], credited: bool = False) -> None:
-        """Push layer by layer, incoming transfer after incoming transfer, until `stop_pushing`.
+        """Push layer by layer, transfer after transfer, until `stop_pushing`.
 
         Args:
-            gbps: at this rate; 0: as fast as it goes.
+            gbps: rate; 0: as fast as possible.
             tuning: programs, warps, words of a tile.
-            credited: at most `WINDOW` incoming transfers are ahead of what the other side has verified.
+            credited: whether to be at most `WINDOW` incoming transfers ahead of what the other side has verified.
         """
         self._stop.clear()
         self._pusher = threading.Thread(target=self._push, args=(gbps, Tuning(*tuning), credited))
         self._pusher.start()
 
     def stop_pushing(self) -> float:
-        """Bytes pushed per second since `start_pushing`, in GB/s."""
+        """Stop, and return the rate since `start_pushing` in GB/s."""
         assert self._pusher is not None
         self._stop.set()
         self._pusher.join()
@@ -421,7 +421,7 @@ class PrefillSide:
         return tensor
 
     def _begin(self, sleep_us: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Events around what follows; the device sleeps first, so that all of it is queued by then."""
+        """Record events around the following work; the device sleeps first, so that all of it is queued by then."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(sleep_us * CYCLES_PER_US)
@@ -435,5 +435,5 @@ class PrefillSide:
 
 
 def gbps_of(times_ms: list[float], num_bytes: int = PUSH_BYTES) -> list[float]:
-    """Rates."""
+    """Convert times to rates."""
     return [num_bytes / ms / 1e6 for ms in times_ms]

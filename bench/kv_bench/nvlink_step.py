@@ -1,4 +1,4 @@
-"""A decode step of an 8B model's shape at batch 64, as one CUDA graph: what a push slows down.
+"""A decode step of an 8B model's shape at batch 64, as one CUDA graph, to measure how much a push slows it down.
 
 All weights and all KV of a step are read, by torch's matmuls and a paged attention kernel; the numbers are random.
 
@@ -69,11 +69,11 @@ def _attention(
 
 
 class DecodeStep:
-    """Captured when made; `replay` runs it on `stream`.
+    """A step, captured when constructed; `replay` runs it on `stream`.
 
     Args:
         pool: bytes of the KV pool; blocks below `DECODE_BLOCKS` are read.
-        layer_bytes: of one layer in it.
+        layer_bytes: bytes of one layer in it.
     """
 
     def __init__(self, pool: torch.Tensor, layer_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What `baton bench kv` was asked for, checked before anything is measured."""
+"""Options of `baton bench kv`, checked before anything is measured."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,21 +19,21 @@ _MAX_PACE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOptions:
-    """One run.
+    """Options of one run.
 
     Attributes:
-        what: "transfer", or "step": what a prefill step pays for its writer.
+        what: "transfer", or "step": how much the KV writer slows a prefill step.
         systems: names of the systems.
         workloads: names of the workloads.
         gil_loads: a subset of GIL_LOADS.
         digests: for systems with a digest.
-        faults: probability per frame, by kind; systems that cannot take faults are left out.
-        pace_s: between layers of the paced phase; 0 leaves it out.
+        faults: probability per frame, by kind; systems that do not support faults are left out.
+        pace_s: pause between layers of the paced phase; 0 leaves that phase out.
         rounds: how often everything is measured.
-        seconds: how long each phase of each cell lasts at least.
-        seed: of order, block ids and contents.
-        count_calls: count system calls in extra cells.
-        plot: where to; None for no plot.
+        seconds: minimum duration of each phase of each cell.
+        seed: seed of order, block ids and contents.
+        count_calls: whether to count system calls in extra cells.
+        plot: path of the plot; None: no plot.
     """
 
     what: str = "transfer"
@@ -69,7 +69,7 @@ def read_options(
     """Check the command line.
 
     Raises:
-        ConfigInvalid: a name or a value that does not exist.
+        ConfigInvalid: a name or a value does not exist.
         PackageMissing: a system was named that cannot run here.
     """
     _choose("what", [what], WHATS)
@@ -102,7 +102,7 @@ def read_options(
 
 
 def read_pace_s(text: str) -> float:
-    """Seconds of `4ms`, `500us`, `0.01s` or `0`.
+    """Parse a pace such as `4ms`, `500us`, `0.01s` or `0` into seconds.
 
     Raises:
         ConfigInvalid: it is none of these, or more than a second.
@@ -115,10 +115,10 @@ def read_pace_s(text: str) -> float:
 
 
 def read_faults(text: str) -> dict[str, float]:
-    """Probabilities of `drop=0.01,corrupt=0.001`.
+    """Parse probabilities such as `drop=0.01,corrupt=0.001`.
 
     Raises:
-        ConfigInvalid: an unknown kind, or no probability.
+        ConfigInvalid: a kind is unknown, or a value is not a probability.
     """
     faults: dict[str, float] = {}
     for item in filter(None, text.split(",")):
@@ -138,7 +138,7 @@ def _choose(key: str, names: Sequence[str], known: Sequence[str] | Mapping[str, 
 
 
 def _systems(text: str | None, has_faults: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those named, or all that can run here; and why the others cannot."""
+    """Systems that were named, or all that can run here; and why the others cannot."""
     if text is not None:
         names = _choose("systems", text.split(","), SYSTEMS)
         for name in names:

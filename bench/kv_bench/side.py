@@ -1,6 +1,6 @@
-"""One process of a measurement: it holds a sender, a receiver, or both, and does what the harness asks over a pipe.
+"""One process of a measurement: it has a sender, a receiver, or both, and obeys the harness over a pipe.
 
-Times are CLOCK_MONOTONIC, which all processes of a host share. It refuses to judge: samples go back as they are.
+Times are CLOCK_MONOTONIC, which all processes of a host share. Samples are returned unjudged.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from baton.proto import kv_pb2
 
 
 class FaultyTransport:
-    """A transport as another one, with faults; see `Transport`.
+    """Wraps a transport and adds faults; see `Transport`.
 
     Attributes:
-        num_faults: how often each kind was done.
+        num_faults: number of faults of each kind.
     """
 
     def __init__(self, inner: Transport, faults: Mapping[str, float], seed: int) -> None:
@@ -38,7 +38,7 @@ class FaultyTransport:
         self._random = random.Random(seed)
 
     def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], data_path: str) -> None:
-        """Post a frame, or lose it, or post it with another payload than its check says."""
+        """Send a frame, or drop it, or send it with a payload that does not match its check."""
         if self._strikes("drop"):
             return
         if self._strikes("corrupt"):
@@ -103,7 +103,7 @@ class FaultyTransport:
 
 
 def _damaged(data: bytes) -> bytes:
-    """A header whose check fits a payload that differs by a bit."""
+    """Return a header whose check matches a payload that differs by a bit."""
     header = decode_header(data)
     if header.payload_digest is not None:
         return encode_header(dataclasses.replace(header, payload_digest=header.payload_digest ^ 1))
@@ -117,14 +117,14 @@ TURN_S = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPhase:
-    """How requests are sent: one after the other until both limits are reached.
+    """How requests are sent: one after the other until both minimums are reached.
 
     Attributes:
         first: index of the first request.
-        min_requests: at least so many.
-        max_requests: at most so many.
-        min_s: at least so long.
-        pace_s: between layers; 0 sends them back to back.
+        min_requests: minimum number of requests.
+        max_requests: maximum number of requests.
+        min_s: minimum duration.
+        pace_s: pause between layers; 0 sends them back to back.
     """
 
     first: int
@@ -136,7 +136,7 @@ class BenchPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Pairs of steps (`kv_step`), with requests from `first` on."""
+    """Pairs of steps (`bench.kv_bench.step`), with requests from `first` on."""
 
     first: int
     num_pairs: int
@@ -149,12 +149,12 @@ class SentPush:
     index: int
     first_submit_s: float
     last_submit_s: float
-    submit_s: float  # the median `submit` call took so long
+    submit_s: float  # median duration of a `submit` call
 
 
 @dataclass(slots=True)
 class Side:
-    """What a process holds."""
+    """Sender, receiver or both of a process."""
 
     cell: TransferCell
     sender: Sender | None = None
@@ -189,7 +189,7 @@ class Side:
         return SentPush(index, first_s, last_s, sorted(took)[len(took) // 2])
 
     def collect(self, indices: list[int]) -> dict[int, float]:
-        """When each of these requests was done at the receiver."""
+        """Times at which the receiver had each of these requests."""
         receiver = self.receiver
         assert receiver is not None
         end_s = time.monotonic() + REQUEST_LIMIT_S
@@ -207,18 +207,18 @@ class Side:
         return kv_memory.check(self.receiver.blocks, seed, requests)
 
     def counts(self) -> dict[str, int]:
-        """What sender and receiver counted."""
+        """Counters of sender and receiver."""
         return {
             **(self.sender.counts if self.sender is not None else {}),
             **(self.receiver.counts if self.receiver is not None else {}),
         }
 
     def busy(self) -> None:
-        """From now on a Python thread never lets the interpreter rest."""
+        """Start a Python thread that keeps the interpreter busy from now on."""
         threading.Thread(target=spin, name="busy", daemon=True).start()
 
     def obey(self, request: tuple[str, Any]) -> object:
-        """One command of the harness."""
+        """Execute one command of the harness."""
         match request:
             case ("connect", dict() as address):
                 assert self.sender is not None
@@ -256,14 +256,14 @@ class Side:
 
 
 def spin() -> None:
-    """A pure Python loop without end, as a scheduler that never sleeps would be."""
+    """Run an endless pure Python loop, like a scheduler that never sleeps."""
     number = 0
     while True:
         number = (number * 31 + 7) & 0xFFFF
 
 
 def run_side(pipe: Connection, cell: TransferCell, roles: frozenset[str], log_path: str) -> None:
-    """Main function of the process; ends when the pipe does."""
+    """Main function of the process; ends when the pipe closes."""
     log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)

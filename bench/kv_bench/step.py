@@ -1,8 +1,8 @@
-"""What a prefill step pays for its writer: the same step with and without pushes, in turns, in one process.
+"""How much the KV writer slows a prefill step: the same step with and without pushes, alternating, in one process.
 
-A step is a stand-in for a forward: in each layer many small matmuls, as long together as `layer_s` on one
-thread, so that the interpreter is needed between them as a model's layers need it. Whatever the writer's threads take
-of the interpreter, the memory or the processors shows as a longer step.
+A step stands for a forward pass: each layer is many small matmuls that together take `layer_s` on one thread, so that
+the interpreter is needed between them as in a model's layers. Whatever the writer's threads take of the interpreter,
+the memory or the processors shows as a longer step.
 
 T tokens, D hidden size.
 """
@@ -31,9 +31,9 @@ class PushStep:
     """One pair of steps.
 
     Attributes:
-        off_s: without pushes.
-        on_s: with them, until the writer has pushed everything.
-        submit_s: of each layer.
+        off_s: time without pushes.
+        on_s: time with pushes, until the writer has pushed everything.
+        submit_s: time of `submit` for each layer.
     """
 
     off_s: float
@@ -42,7 +42,7 @@ class PushStep:
 
 
 class StepLoad:
-    """The computation of one layer."""
+    """The computation of a layer."""
 
     def __init__(self, layer_s: float) -> None:
         torch.set_num_threads(1)
@@ -56,7 +56,7 @@ class StepLoad:
         self._num_matmuls = max(1, round(layer_s / OPS_PER_LAYER / matmul_s))
 
     def layer(self) -> None:
-        """Compute one."""
+        """Compute one layer."""
         self._layer(OPS_PER_LAYER)
 
     def _layer(self, num_ops: int) -> None:
@@ -68,7 +68,7 @@ class StepLoad:
 
 
 def run_steps(side: Side, plan: StepPlan) -> list[PushStep]:
-    """Alternate steps without and with pushes; which of the two comes first alternates too."""
+    """Alternate steps without and with pushes; which comes first alternates, too."""
     sender = side.sender
     assert sender is not None
     load = StepLoad(LAYER_S)
@@ -121,12 +121,12 @@ def measure_steps(cell: TransferCell, options: KvOptions, turn: int) -> list[Pus
 
 
 def step_ratio(steps: list[PushStep]) -> float:
-    """How long a step with pushes takes, measured by one without."""
+    """Median time of a step with pushes, divided by that without."""
     return statistics.median(step.on_s for step in steps) / statistics.median(step.off_s for step in steps)
 
 
 def as_step_row(cell: TransferCell, rounds: list[list[PushStep]]) -> dict[str, Any]:
-    """The row of the result."""
+    """Make the row of the result."""
     row: dict[str, Any] = {"what": "step", "system": cell.system, "workload": cell.workload.name}
     row |= {"gil_load": cell.gil_load, "digest": cell.digest}
     row |= spread("step_off_ms", [statistics.median(step.off_s for step in steps) * 1e3 for steps in rounds])

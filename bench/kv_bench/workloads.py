@@ -1,6 +1,7 @@
-"""What the hand-off is measured with: shapes of a request's KV, and which blocks each request uses.
+"""Workloads of the hand-off benchmark: shapes of a request's KV, and the blocks of each request.
 
-Block ids are scattered at random and follow from (seed, request), so that sender and receiver know them without a word.
+Block ids are scattered at random and derived from (seed, request), so that sender and receiver know them without
+communicating.
 """
 
 from dataclasses import dataclass
@@ -26,17 +27,17 @@ class KVWorkload:
 
     @property
     def block_bytes(self) -> int:
-        """K and V of one block in one layer."""
+        """Bytes of K and V of one block in one layer."""
         return 2 * self.num_kv_heads * self.block_size * self.head_dim * self.element_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """K and V of one request in one layer."""
+        """Bytes of K and V of one request in one layer."""
         return self.num_blocks * self.block_bytes
 
     @property
     def request_bytes(self) -> int:
-        """K and V of one request."""
+        """Bytes of K and V of one request."""
         return self.num_layers * self.layer_bytes
 
     @property
@@ -46,7 +47,7 @@ class KVWorkload:
 
     @property
     def pool_shape(self) -> tuple[int, int, int]:
-        """Of a pool as bytes: [layers, blocks, bytes of a block]."""
+        """Shape of a pool as bytes: [layers, blocks, bytes of a block]."""
         return self.num_layers, POOL_BLOCKS, self.block_bytes
 
     def source_blocks(self, seed: int, index: int) -> tuple[int, ...]:

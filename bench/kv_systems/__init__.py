@@ -1,1 +1,1 @@
-"""The systems that `baton bench kv` compares, each a sender and a receiver behind the same two faces."""
+"""The systems that `baton bench kv` compares, each as a sender and a receiver with the same two interfaces."""

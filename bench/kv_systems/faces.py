@@ -1,7 +1,7 @@
-"""What a system under test looks like to the harness: a sender in one process, a receiver in another.
+"""The interfaces of a system under test: a sender in one process, a receiver in another.
 
-The clock of a request starts at its first `submit` and stops when the receiver knows that all of it is in its pool.
-What must happen before (`prepare`: block ids are agreed, handles reserved) is outside, for every system.
+A request's clock starts at its first `submit` and stops when the receiver knows that all of it is in its pool. What
+must happen before (`prepare`: block ids are agreed, handles reserved) is not counted, for any system.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ REQUEST_LIMIT_S = 60.0  # a request that takes longer fails its cell
 
 
 class SystemFailed(Exception):
-    """A system under test did not do what it was asked."""
+    """A system under test failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +26,12 @@ class TransferCell:
 
     Attributes:
         system: name of the system.
-        workload: what it moves.
-        seed: of block ids and contents.
-        digest: end-to-end digest; None for systems that have no such choice.
+        workload: workload that it moves.
+        seed: seed of block ids and contents.
+        digest: end-to-end digest; None for systems without that choice.
         gil_load: "none", "inside" (a busy Python thread in the receiver's process) or "outside" (another process).
         faults: probability per frame, by kind.
-        pace_s: between layers in the paced phase; 0 leaves it out.
+        pace_s: pause between layers in the paced phase; 0 leaves that phase out.
     """
 
     system: str
@@ -47,8 +47,8 @@ class Receiver(Protocol):
     """The decode side.
 
     Attributes:
-        blocks: its pool as [layers, blocks, bytes].
-        counts: what it counted, for the row; may be empty.
+        blocks: pool as [layers, blocks, bytes].
+        counts: counters for the row; may be empty.
     """
 
     blocks: Blocks
@@ -59,11 +59,11 @@ class Receiver(Protocol):
         ...
 
     def turn(self, timeout_s: float) -> None:
-        """One turn of the loop that a decode worker has anyway; waits at most so long."""
+        """Run one turn of the loop that a decode worker has anyway; waits at most `timeout_s`."""
         ...
 
     def close(self) -> None:
-        """End."""
+        """Release everything."""
         ...
 
 
@@ -71,9 +71,9 @@ class Sender(Protocol):
     """The prefill side.
 
     Attributes:
-        blocks: its pool as [layers, blocks, bytes].
-        counts: what it counted, for the row; may be empty.
-        data_path: what the last request really took; empty where there is no choice.
+        blocks: pool as [layers, blocks, bytes].
+        counts: counters for the row; may be empty.
+        data_path: data path that the last request used; empty if there is no choice.
     """
 
     blocks: Blocks
@@ -81,7 +81,7 @@ class Sender(Protocol):
     data_path: str
 
     def connect(self, address: Address) -> None:
-        """Reach the receiver."""
+        """Connect to the receiver."""
         ...
 
     def prepare(self, index: int) -> None:
@@ -89,17 +89,17 @@ class Sender(Protocol):
         ...
 
     def submit(self, layer: int) -> None:
-        """A layer of the request is in the pool: begin to push it."""
+        """Begin to push a layer of the request, which is in the pool."""
         ...
 
     def finish(self) -> None:
-        """Every layer was submitted."""
+        """Signal that every layer was submitted."""
         ...
 
     def wait(self) -> None:
-        """Until the receiver has everything, as far as a sender can know."""
+        """Wait until the receiver has everything, as far as a sender can know."""
         ...
 
     def close(self) -> None:
-        """End."""
+        """Release everything."""
         ...

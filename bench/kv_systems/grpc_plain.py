@@ -1,4 +1,4 @@
-"""What one would write first with gRPC: a client stream of 1 MiB messages for each request, joined and copied."""
+"""A first attempt with gRPC: a client stream of 1 MiB messages for each request, joined and copied."""
 
 import queue
 import time
@@ -32,11 +32,11 @@ class GrpcPlainReceiver:
         self._server.start()
 
     def address(self) -> Address:
-        """Where the server listens."""
+        """Address of the server."""
         return {"address": f"127.0.0.1:{self._port}"}
 
     def turn(self, timeout_s: float) -> None:
-        """The server has threads of its own."""
+        """Only sleep, because the server has threads of its own."""
         time.sleep(timeout_s)
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class GrpcPlainSender:
         self._messages.put(None)
 
     def wait(self) -> None:
-        """For the server's answer."""
+        """Wait for the server's answer."""
         self._answer.result(REQUEST_LIMIT_S)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The ceiling: one thread copies each block from one pool to the other, both in one process."""
+"""The upper bound: one thread copies each block between two pools of one process."""
 
 import time
 
@@ -7,7 +7,7 @@ from baton.bench.kv_systems.faces import Address, OnDone, TransferCell
 
 
 class MemcpyReceiver:
-    """Only memory: shared pages, as a pool that a peer maps would have."""
+    """Memory only: shared pages, like a pool that a peer maps."""
 
     def __init__(self, cell: TransferCell, on_done: OnDone) -> None:
         self.blocks = allocate(cell.workload.pool_shape, shared=True)
@@ -15,14 +15,14 @@ class MemcpyReceiver:
         self.on_done = on_done
 
     def address(self) -> Address:
-        """This object itself."""
+        """Return this object itself."""
         return {"receiver": self}
 
     def turn(self, timeout_s: float) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class MemcpySender:
@@ -38,7 +38,7 @@ class MemcpySender:
         self._pairs: tuple[tuple[int, int], ...] = ()
 
     def connect(self, address: Address) -> None:
-        """Take the other pool."""
+        """Store the other pool."""
         self._receiver = address["receiver"]
 
     def prepare(self, index: int) -> None:
@@ -54,11 +54,11 @@ class MemcpySender:
             target_NB[target] = source_NB[source]
 
     def finish(self) -> None:
-        """It is all there."""
+        """Report completion, since everything was copied."""
         self._receiver.on_done(self._index, time.monotonic())
 
     def wait(self) -> None:
-        """It is all there."""
+        """Do nothing, since everything was copied."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""

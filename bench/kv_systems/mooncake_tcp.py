@@ -1,6 +1,6 @@
 """Mooncake's transfer engine over TCP: one batch of all blocks for each layer, and a doorbell to the receiver.
 
-The engine tells only the sender that a batch has landed, so the sender rings a Unix socket after each layer.
+The engine reports completion to the sender only, so the sender rings a Unix socket after each layer.
 """
 
 import os
@@ -20,7 +20,7 @@ _BELL_BYTES = 8
 
 
 def make_engine() -> Any:
-    """An engine that finds its peers by address."""
+    """Make an engine that finds its peers by address."""
     from mooncake.engine import TransferEngine  # pyright: ignore[reportMissingImports]
 
     engine = TransferEngine()
@@ -52,12 +52,12 @@ class MooncakeTcpReceiver:
         self._num_landed: dict[int, int] = {}
 
     def address(self) -> Address:
-        """Engine, pool and bell."""
+        """Addresses of engine, pool and doorbell."""
         name = f"127.0.0.1:{self._engine.get_rpc_port()}"
         return {"engine": name, "base": self.blocks.ctypes.data, "bell": self._path}
 
     def turn(self, timeout_s: float) -> None:
-        """Count one layer."""
+        """Wait for the doorbell and count one layer."""
         self._bell.settimeout(timeout_s)
         try:
             index = int.from_bytes(self._bell.recv(_BELL_BYTES), "little")
@@ -69,14 +69,14 @@ class MooncakeTcpReceiver:
             self._on_done(index, now_s)
 
     def close(self) -> None:
-        """Give the registration back."""
+        """Release the registration."""
         self._bell.close()
         self._folder.cleanup()
         self._engine.unregister_memory(self.blocks.ctypes.data)
 
 
 class MooncakeTcpSender:
-    """A thread of its own writes layer after layer; the engine's calls wait, without the GIL."""
+    """Writes layer after layer on a thread of its own; the engine's calls block without holding the GIL."""
 
     def __init__(self, cell: TransferCell) -> None:
         self.blocks = allocate(cell.workload.pool_shape, shared=False)
@@ -112,17 +112,17 @@ class MooncakeTcpSender:
         self._layers.put(layer)
 
     def finish(self) -> None:
-        """Ask for the answer."""
+        """Request completion."""
         self._layers.put(None)
 
     def wait(self) -> None:
-        """For the thread."""
+        """Wait for the thread."""
         problem = self._ended.get(timeout=REQUEST_LIMIT_S)
         if problem:
             raise SystemFailed(problem)
 
     def close(self) -> None:
-        """Give the registration back."""
+        """Release the registration."""
         self._bell.close()
         self._engine.unregister_memory(self.blocks.ctypes.data)
 

@@ -18,7 +18,7 @@ _POLL_S = 20e-6
 
 
 def make_agent(name: str) -> Any:
-    """A NIXL agent that uses nothing but TCP on the loopback interface."""
+    """Make a NIXL agent that uses only TCP on the loopback interface."""
     os.environ.update(UCX_OPTIONS)
     from nixl._api import nixl_agent, nixl_agent_config  # pyright: ignore[reportMissingImports]
 
@@ -52,7 +52,7 @@ class NixlTcpReceiver:
         self._num_landed: dict[int, int] = {}
 
     def address(self) -> Address:
-        """The agent's metadata, and where the pool lies."""
+        """Metadata of the agent, and address of the pool."""
         return {"metadata": self._agent.get_agent_metadata(), "base": self.blocks.ctypes.data}
 
     def turn(self, timeout_s: float) -> None:
@@ -65,7 +65,7 @@ class NixlTcpReceiver:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Give the registration back."""
+        """Release the registration."""
         self._agent.deregister_memory(self._registered)
 
     def _count(self, index: int, now_s: float) -> None:
@@ -121,10 +121,10 @@ class NixlTcpSender:
             raise SystemFailed("NIXL refused a transfer")
 
     def finish(self) -> None:
-        """Everything is posted."""
+        """Do nothing, since everything is posted."""
 
     def wait(self) -> None:
-        """Poll each WRITE to its end."""
+        """Poll each WRITE until it completes."""
         end_s = time.monotonic() + REQUEST_LIMIT_S
         for handle in self._posted:
             while (state := self._agent.check_xfer_state(handle)) == "PROC":
@@ -137,7 +137,7 @@ class NixlTcpSender:
         self._posted.clear()
 
     def close(self) -> None:
-        """Give handles and registration back."""
+        """Release handles and registration."""
         self._agent.release_dlist_handle(self._local)
         if self._remote is not None:
             self._agent.release_dlist_handle(self._remote)

@@ -1,7 +1,7 @@
-"""Baton's own hand-off, as its workers run it: a push service and its writer here, an incoming transfer service there.
+"""Baton's own hand-off, as its workers run it: a KV sender here, a KV receiver there.
 
-The decode side grants the blocks that the harness expects, polls as a decode loop does, and releases what was complete.
-When the last byte was there is what its incoming transfer says: the moment at which the completion word was set.
+The decode side grants the blocks that the harness expects, polls as a decode loop does, and releases complete
+transfers. The time of the last byte is that of the incoming transfer: the moment at which the completion word was set.
 """
 
 import secrets
@@ -50,7 +50,7 @@ from baton.proto import kv_pb2
 
 
 def layout_of(workload: KVWorkload) -> KVLayout:
-    """The layout whose blocks have the workload's size."""
+    """Layout whose blocks have the workload's size."""
     return KVLayout.of_attention(
         model_hash="bench",
         num_layers=workload.num_layers,
@@ -62,12 +62,12 @@ def layout_of(workload: KVWorkload) -> KVLayout:
 
 
 def config_of(cell: TransferCell) -> KVTransferConfig:
-    """What workers would be started with."""
+    """Configuration that workers would be started with."""
     return KVTransferConfig(transport=cell.system, digest=bool(cell.digest))
 
 
 def blocks_of(memory: np.ndarray[tuple[int], np.dtype[np.uint8]], workload: KVWorkload) -> Blocks:
-    """A pool's memory without its scratch blocks."""
+    """Memory of a pool without its scratch blocks."""
     layers, blocks, size = workload.pool_shape
     return memory.reshape(layers, blocks + 1, size)[:, :blocks]
 
@@ -99,18 +99,18 @@ class OwnReceiver:
         self._service.wakeup = self._woken.set
 
     def address(self) -> Address:
-        """Where the incoming transfer listens, and its life."""
+        """Address of the KV receiver, and its epoch."""
         return {"kv_address": self._service.address, "epoch": self._service.epoch}
 
     def turn(self, timeout_s: float) -> None:
-        """What a decode loop does between two steps."""
+        """Do what a decode loop does between two steps."""
         self._woken.wait(timeout_s)
         self._woken.clear()
         for event in self._service.poll():
             self._take(event)
 
     def close(self) -> None:
-        """End the incoming transfer."""
+        """Close the KV receiver."""
         self._service.close()
 
     def _take(self, event: ReceiverEvent) -> None:
@@ -129,7 +129,7 @@ class OwnReceiver:
                     self._wanted.remove(event.attempt)
             case Drained():
                 self._granted = None
-        if self._wanted and self._granted is None:  # blocks of the one before may be the same ones
+        if self._wanted and self._granted is None:  # the previous request may use the same blocks
             self._granted = self._wanted.popleft()
             targets = self._cell.workload.target_blocks(self._cell.seed, int(self._granted.request_id))
             self._service.grant(self._granted, BlockTable(targets, self._cell.workload.block_size))
@@ -174,7 +174,7 @@ class OwnSender:
         self._begin(AttemptKey(str(index), 0))
 
     def submit(self, layer: int) -> None:
-        """As a forward does."""
+        """Submit a layer as a forward pass does."""
         assert self._step is not None
         self._step.submit(layer)
 
@@ -185,7 +185,7 @@ class OwnSender:
         self._push.commit(self._attempt, kv_pb2.SequenceState(first_token=1), time.monotonic())
 
     def wait(self) -> None:
-        """For the acknowledgement. An attempt that faults have ended is followed by another, as a router would do."""
+        """Wait for the acknowledgement. If faults end an attempt, start another one, as a router would."""
         while not isinstance(self._next(Acked, PushDrained), Acked):
             self.counts["attempts_lost"] = self.counts.get("attempts_lost", 0) + 1
             self._begin(AttemptKey(self._attempt.request_id, self._attempt.attempt + 1))

@@ -1,4 +1,4 @@
-"""Which systems there are, whether each can run here, and how its two sides are made."""
+"""Lists the systems, whether each can run here, and how its two sides are made."""
 
 import importlib
 import importlib.util
@@ -15,15 +15,15 @@ class KVSystem:
     """One row of the comparison.
 
     Attributes:
-        name: in rows and on the command line.
-        module: of this package, where `receiver` and `sender` are.
-        receiver: name of the class.
-        sender: name of the class.
+        name: name in rows and on the command line.
+        module: module of this package with `receiver` and `sender`.
+        receiver: class name.
+        sender: class name.
         needs: package that must be importable.
-        digests: the choices of an end-to-end digest; (None,) where there is no such choice.
-        one_process: both sides live in one process.
-        takes_faults: frames can be damaged and lost on purpose.
-        environment: of its processes; what workers are started with, for Baton's own.
+        digests: choices of an end-to-end digest; (None,) if there is no such choice.
+        one_process: whether both sides are in one process.
+        takes_faults: whether frames can be damaged and dropped on purpose.
+        environment: environment of its processes; for Baton's own, that of workers.
     """
 
     name: str
@@ -37,18 +37,18 @@ class KVSystem:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def problem(self) -> str:
-        """Why it cannot run here; empty if it can."""
+        """Reason why it cannot run here; empty if it can."""
         if importlib.util.find_spec(self.needs) is None:
             return f"{self.name} needs the package {self.needs}, which is not importable"
         return ""
 
     def make_receiver(self, cell: TransferCell, on_done: OnDone) -> Receiver:
-        """The decode side."""
+        """Make the decode side."""
         make: Callable[[TransferCell, OnDone], Receiver] = getattr(self._load(), self.receiver)
         return make(cell, on_done)
 
     def make_sender(self, cell: TransferCell) -> Sender:
-        """The prefill side."""
+        """Make the prefill side."""
         make: Callable[[TransferCell], Sender] = getattr(self._load(), self.sender)
         return make(cell)
 
