@@ -40,7 +40,7 @@ SHAPE = "qwen3-8b"
 VOCAB_SIZE = 32_768
 SHARD_BYTES = 1 << 30
 PLAIN_BYTES = 16 << 20
-# Ranks of the group, rank 0 of which loads; the dtype of the model.
+# Ranks of the group, of which rank 0 loads; dtype of the model.
 LOADS = {"whole": (1, "bfloat16"), "whole, converted": (1, "float32"), "half": (2, "bfloat16")}
 _MIB = 1 << 20
 _LIMIT_S = 900
@@ -62,7 +62,7 @@ class _Rank:
 
 
 def write_shards(path: Path, num_bytes: int, *, shard_bytes: int = SHARD_BYTES, **changes: Any) -> int:
-    """Write a checkpoint of about `num_bytes`; returns how many it has."""
+    """Write a checkpoint of about `num_bytes`; return the number of bytes written."""
     sizes = {"vocab_size": VOCAB_SIZE, **changes}
     outside, layer = (_num_bytes(path, num_hidden_layers=1, **sizes)[at] for at in (0, 1))
     write_shape(SHAPE, path, num_hidden_layers=max(1, round((num_bytes - outside) / layer)), **sizes)
@@ -84,7 +84,7 @@ def write_shards(path: Path, num_bytes: int, *, shard_bytes: int = SHARD_BYTES, 
 
 
 def _num_bytes(path: Path, **changes: Any) -> tuple[int, int]:
-    """Of what is outside of layers, and of one layer."""
+    """Bytes outside layers, and of one layer."""
     config = ModelConfig.from_directory(write_shape(SHAPE, path, **changes), made_weights="bench")
     sizes = {name: 2 * prod(shape) for name, shape in tensor_spec(config, with_mtp=False).required.items()}
     of_layer = sum(size for name, size in sizes.items() if ".layers." in name)
@@ -104,11 +104,11 @@ def _write_shard(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         for at in range(0, end, _MIB):
             stream.write(block[: end - at])
         stream.flush()
-        os.fsync(stream.fileno())  # pages that are not written yet stay in the cache
+        os.fsync(stream.fileno())  # pages that are not yet written would stay in the cache
 
 
 def read_plain(files: Sequence[Path]) -> float:
-    """Seconds that it takes to read all files into one piece of memory."""
+    """Time to read all files into one piece of memory, in seconds."""
     buffer = bytearray(PLAIN_BYTES)
     begin_s = time.perf_counter()
     for file in files:
@@ -119,7 +119,7 @@ def read_plain(files: Sequence[Path]) -> float:
 
 
 def read_kept(path: Path) -> dict[str, float]:
-    """The reader over all tensors, each into the same memory of the CPU, which was touched before."""
+    """Run the reader over all tensors, each into the same CPU memory, whose pages were touched before."""
     from baton.model.checkpoint.tensor_reader import (  # which a tree to compare with may not have
         TensorRead,
         TensorReader,
@@ -144,14 +144,14 @@ def read_kept(path: Path) -> dict[str, float]:
 
 
 def load(path: Path, case: str, device: torch.device) -> dict[str, float]:
-    """One load of a case: seconds, bytes that it needs, MiB of host memory beside tensors."""
-    torch.set_num_threads(1)  # as workers have by default
+    """Load a case once: seconds, bytes that it needs, and MiB of host memory beside tensors."""
+    torch.set_num_threads(1)  # the workers' default
     size, dtype = LOADS[case]
     if device.type == "cuda":
         torch.empty(1, device=device)
         torch.cuda.synchronize(device)
     held, before = _host_tensor_bytes(), _resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     begin_s = time.perf_counter()
     model = load_model(
         path,
@@ -170,7 +170,7 @@ def load(path: Path, case: str, device: torch.device) -> dict[str, float]:
 
 
 def _shapes(config: ModelConfig, size: int) -> dict[str, tuple[int, ...]]:
-    """Of rank 0's parts."""
+    """Shapes of rank 0's parts."""
     from baton.model.parallel import ShardPlan
 
     plan = ShardPlan(config, cast(Communicator, _Rank(size)), Numerics.DEFAULT)
@@ -216,7 +216,7 @@ def _in_process(path: Path, case: str, device: str, folder: str | None, *, is_co
 def bench_loading(
     path: Path, device: str, *, against: str | None = None, num_rounds: int = 5, is_cold: bool = False
 ) -> dict[str, Any]:
-    """Every case of a directory, by this tree and, if it is named, by another; a turn of all in each round."""
+    """Measure every case of a directory, by this tree and optionally by another; all take turns in each round."""
     trees = {"": None} if against is None else {"before": against, "after": None}
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     plain: list[dict[str, float]] = []
@@ -249,7 +249,7 @@ def _rate(one: dict[str, float]) -> float:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one object on stdout")
     parser.add_argument("--gib", type=float, default=4.0, help="of the checkpoint that is written")

@@ -1,4 +1,4 @@
-"""Published models by their numbers alone, for random weights: config.json is written, nothing is downloaded."""
+"""Published model shapes for random weights: only config.json is written, nothing is downloaded."""
 
 import json
 from importlib import resources
@@ -188,7 +188,7 @@ ALIASES: Final = {name.removeprefix("qwen3-"): name for name in SHAPES}
 
 
 def full_name(name: str) -> str:
-    """The name of a shape that may be given without its family: `8b` is `qwen3-8b`.
+    """Resolve a shape's name that may lack its family: `8b` is `qwen3-8b`.
 
     Raises:
         ConfigInvalid: there is no such shape.
@@ -201,17 +201,17 @@ def full_name(name: str) -> str:
 
 
 def write_shape(name: str, directory: Path, **changes: Any) -> Path:
-    """Write `directory`/config.json of a shape (a bundled model's by its name), with some keys changed.
+    """Write `directory`/config.json of a shape or a bundled model, with some keys changed.
 
     Returns:
-        `directory`, which is made if it is not there.
+        `directory`, which is created if necessary.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if name in BUNDLED:
         values = json.loads((resources.files("baton.assets") / name / "config.json").read_text(encoding="utf-8"))
     else:
         values = SHAPES[name]
-    if "num_hidden_layers" in changes and "layer_types" in values:  # of each layer one
+    if "num_hidden_layers" in changes and "layer_types" in values:  # one entry per layer
         changes = {"layer_types": values["layer_types"][: changes["num_hidden_layers"]]} | changes
     (directory / "config.json").write_text(json.dumps(values | changes, indent=2) + "\n")
     return directory
@@ -221,9 +221,9 @@ def write_drafter(target: Path, directory: Path, vocab_size: int = 32_000) -> Pa
     """Write `directory`/config.json of an EAGLE-3 drafter: one layer of the target's sizes, a head of few tokens.
 
     Args:
-        target: a directory with config.json.
-        directory: is made if it is not there.
-        vocab_size: tokens that it drafts, at most the target's.
+        target: directory with config.json.
+        directory: created if necessary.
+        vocab_size: number of tokens that it drafts, at most the target's.
 
     Returns:
         `directory`.

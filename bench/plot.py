@@ -1,4 +1,4 @@
-"""Draws the rows of a measurement. matplotlib is no dependency of Baton: without it a plot is refused by name."""
+"""Draws the rows of a measurement. matplotlib is not a dependency of Baton: without it, --plot is refused."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _COLOURS: Final = {"local": "#4878a8", "split": "#c8553d", "auto": "#333333"}
 
 
 def plot_crossover(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """One line of panels for each workload and load; medians with their ranges, `auto` dashed over the others."""
+    """Draw a line of panels for each workload and load: medians with their ranges, `auto` dashed over the others."""
     import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
@@ -67,13 +67,13 @@ _SERVE_PANELS: Final = (
     (("output_tokens_per_s",), "output tokens/s"),
     (("goodput_share",), "goodput, share of requests"),
 )
-_STYLES: Final = ("-", "--")  # of p50 and p99
+_STYLES: Final = ("-", "--")  # for p50 and p99
 
 
 def plot_serve(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """One line of panels for each load, one colour for each system: medians over rounds with their ranges.
+    """Draw a line of panels for each load and a colour for each system: medians over rounds with their ranges.
 
-    Points at which the clients were the limit are hollow.
+    Points at which the clients were the bottleneck are hollow.
     """
     import matplotlib  # pyright: ignore[reportMissingImports]
 
@@ -134,12 +134,12 @@ _KERNEL_COLOURS: Final = ("#c8553d", "#e0a458", "#5b8c5a", "#8a6fa8", "#777777",
 
 
 def others_of(row: dict[str, Any]) -> list[str]:
-    """Names of the systems of a row that are not ours."""
+    """Names of a row's systems other than ours."""
     return [key.removesuffix("_ms") for key in row if key.endswith("_ms") and key not in _NO_SYSTEMS]
 
 
 def plot_kernels(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """A panel for each kernel, a bar for each row with the others as points; 1 is the floor."""
+    """Draw a panel for each kernel and a bar for each row, with the others as points; 1 is the floor."""
     import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
@@ -189,11 +189,11 @@ _KV_PANELS = (("gbps", "GB/s"), ("exposed_p50_ms", "exposed after the last layer
 
 
 def require_plot(path: Path) -> None:
-    """Check, before anything is measured, that a plot can be written there.
+    """Check, before anything is measured, that a plot can be written to the path.
 
     Raises:
         PackageMissing: matplotlib is not importable.
-        ConfigInvalid: the file has no name that says its format, or no folder.
+        ConfigInvalid: the file name does not state its format, or the folder does not exist.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise PackageMissing("--plot needs matplotlib, which is not installed", package="matplotlib")
@@ -204,7 +204,7 @@ def require_plot(path: Path) -> None:
 
 
 def plot_kv(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Bars with ranges: one line of panels for each workload, rate on the left, exposed time on the right."""
+    """Draw bars with ranges: a line of panels for each workload, rate on the left, exposed time on the right."""
     import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
@@ -238,7 +238,7 @@ def _line_of(row: dict[str, Any]) -> tuple[str, int, bool]:
 
 
 def plot_decode(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Time of a token over the batch, and tokens a second: a line for each (scheduling, k, graphs), floors dashed."""
+    """Draw time per token over the batch, and tokens per second: a line per (scheduling, k, graphs), floors dashed."""
     import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
@@ -271,7 +271,7 @@ def plot_decode(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def label(row: dict[str, Any]) -> str:
-    """A row's name in a plot or a table."""
+    """Name of a row in a plot or a table."""
     name = str(row["system"])
     if row.get("digest") is not None:
         name += " +digest" if row["digest"] else ""

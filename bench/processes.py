@@ -1,7 +1,7 @@
-"""CPU time and system calls of process trees, read from outside.
+"""CPU time and system calls of process trees, measured from outside.
 
 CPU clocks of other processes are read in nanoseconds (clock_gettime of their clock). Counting system calls attaches
-`strace`, which slows what it watches several times: never while a rate is measured.
+`strace`, which slows the watched process several times, so it is never done while a rate is measured.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ STOP_LIMIT_S = 5.0
 
 
 class PlainProcess:
-    """`python -m MODULE`; it ends when its stdin closes.
+    """A `python -m MODULE` process, which ends when its stdin closes.
 
     Args:
-        module: to be run.
-        *arguments: of its command line.
-        err: where its stderr goes.
+        module: module to run.
+        *arguments: arguments of its command line.
+        err: destination of its stderr.
     """
 
     def __init__(self, module: str, *arguments: object, err: Path) -> None:
@@ -57,14 +57,14 @@ class PlainProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         return self._process.pid
 
     def first_line(self) -> dict[str, Any]:
-        """What it says once it serves.
+        """Wait for the first line that it prints once it serves.
 
         Raises:
-            WorkerStartFailed: it ended, or said nothing in time.
+            WorkerStartFailed: it ended, or printed nothing in time.
         """
         assert self._process.stdout is not None
         deadline_s = time.monotonic() + START_LIMIT_S
@@ -79,7 +79,7 @@ class PlainProcess:
         raise WorkerStartFailed(f"{self._module} did not start: {last}", worker_id=self._module)
 
     def end(self) -> None:
-        """Ask, then kill."""
+        """Close its stdin, and kill it if it does not end."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -97,7 +97,7 @@ _STOP_S = 20.0
 
 
 def tree(pid: int) -> list[int]:
-    """`pid` and everything that descends from it."""
+    """Process ids of `pid` and all its descendants."""
     try:
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     except psutil.NoSuchProcess:
@@ -110,7 +110,7 @@ def cpu_s(pid: int) -> float:
 
 
 def tree_cpu_s(pid: int) -> float:
-    """CPU seconds of a process and its descendants, as far as they live; threads that ended included."""
+    """CPU seconds of a process and its live descendants, including threads that have ended."""
     total = 0.0
     for member in tree(pid):
         with contextlib.suppress(OSError):
@@ -119,13 +119,13 @@ def tree_cpu_s(pid: int) -> float:
 
 
 def can_count_system_calls() -> bool:
-    """Whether `strace` is there."""
+    """Return whether `strace` is installed."""
     return shutil.which("strace") is not None
 
 
 @contextlib.contextmanager
 def system_calls(pids: Sequence[int]) -> Iterator[dict[str, int]]:
-    """Count the system calls of processes and their threads; the counts are in the mapping after the block."""
+    """Count the system calls of processes and their threads; the mapping has the counts after the block."""
     counts: dict[str, int] = {}
     with tempfile.NamedTemporaryFile("r", suffix=".strace") as summary:
         command = ["strace", "-f", "-c", "-o", summary.name]
@@ -142,7 +142,7 @@ def system_calls(pids: Sequence[int]) -> Iterator[dict[str, int]]:
 
 
 def parse_summary(text: str) -> dict[str, int]:
-    """Calls by name, from what `strace -c` writes."""
+    """Parse the output of `strace -c` into calls by name."""
     counts: dict[str, int] = {}
     for line in text.splitlines():
         cells = line.split()

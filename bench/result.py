@@ -1,4 +1,4 @@
-"""What every `baton bench WHAT` prints: one object with the machine, the versions, the commit and the rows.
+"""The result of every `baton bench WHAT`: one object with the machine, the versions, the commit and the rows.
 
 Each number of a row is the median over rounds, with `_min` and `_max` beside it.
 """
@@ -22,13 +22,13 @@ _GIT_LIMIT_S = 10
 
 
 def result(what: str, rows: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """The object."""
+    """Make the result object."""
     head = {"bench": what, "hardware": hardware(), "versions": versions(), "commit": commit()}
     return {**head, **more, "rows": list(rows)}
 
 
 def spread(name: str, values: Iterable[float | None], digits: int = 4) -> dict[str, float]:
-    """Median, least and greatest of one number over the rounds; nothing if no round has it."""
+    """Median, minimum and maximum of one number over the rounds; nothing if no round has it."""
     found = [value for value in values if value is not None]
     if not found:
         return {}
@@ -37,7 +37,7 @@ def spread(name: str, values: Iterable[float | None], digits: int = 4) -> dict[s
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file anew; one that is being read is never half written."""
+    """Write a file atomically, so that a reader never sees a partial one."""
     new = path.with_name(path.name + ".new")
     new.write_text(text)
     new.replace(path)
@@ -58,7 +58,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python, Baton and the packages that matter, as far as they are installed."""
+    """Versions of Python, Baton and the packages that matter, where installed."""
     found = {"python": platform.python_version()}
     for name in ("baton-pd", *PACKAGES, *MOONCAKE):
         try:
@@ -69,7 +69,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the checkout that runs, with `+` if it has changes; empty outside one."""
+    """Commit of the running checkout, with `+` if it has changes; empty outside a checkout."""
     root = Path(baton.__file__).resolve().parent
     if not (root / ".git").exists():
         return ""

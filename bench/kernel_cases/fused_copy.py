@@ -20,7 +20,7 @@ def _pairs(num_copies: int, num_bytes: int, device: torch.device) -> list[Pair]:
 
 
 def _ours(pairs: list[Pair], device: torch.device) -> Call:
-    """On a GPU the launch only, with an existing table, because the host packs the table and that cannot be captured."""
+    """On a GPU only the launch, with an existing table: the host packs the table, which cannot be captured."""
     running = fused_copy(pairs, device)
     if device.type != "cuda":
         return partial(fused_copy, pairs, device)

@@ -24,7 +24,7 @@ GREEDY_AT, PROBS_AT = (0,), (3, 4)
 
 
 def cases() -> list[KernelCase]:
-    """Row 6 of the required measurements, its neighbours, and a tiny case for the bench itself."""
+    """Verification, sampling, log-probabilities and logit edits by batch size; a tiny case for the bench itself."""
     found = [_verify("tiny", 2, 1, 100, (Law.MATCH,), only_gpu=False)]
     for batch in (1, 16, 64, 256):
         found.append(_verify("mixed", batch, 3, QWEN3, MIXED))
@@ -81,7 +81,7 @@ def _drafts(device: torch.device, batch: int, num_drafts: int, vocab_size: int, 
             ids_BK=ids_BK,
             cap_B=cap_B,
             law_B=law_B.to(device),
-            rates_K=rates_K if Law.SYNTHETIC in laws else None,  # as serving, which has them of these laws alone
+            rates_K=rates_K if Law.SYNTHETIC in laws else None,  # as in serving, which passes rates for this law only
             forced_len=num_drafts if Law.FORCE in laws else 0,
         )
     d2t_C = torch.arange(HEAD, device=device) * vocab_size // HEAD

@@ -188,7 +188,7 @@ class _Verifier:
 
 
 class _CreditedVerifier:
-    """Digests every transfer in order, as soon as it is complete, and tells the pushing side how many it has compared."""
+    """Digests every transfer in order once it is complete, and tells the pushing side how many it has compared."""
 
     def __init__(self, side: DecodeSide, num_programs: int) -> None:
         self.num_verified = 0
@@ -327,7 +327,7 @@ class PrefillSide:
         return self._words.digests(0, NUM_LAYERS)
 
     def fire(self, rounds: int, digest: bool, tuning: tuple[int, int, int]) -> None:
-        """For each round, launch a kernel that ends by writing word 1, an event, and the push after it on another stream."""
+        """In each round, launch a kernel that ends by writing word 1, an event, and the push on another stream."""
         source, target = self._ids(source_blocks(3, SET_BLOCKS)), self._ids(target_blocks(3, SET_BLOCKS))
         main = torch.cuda.Stream(self._device)
         time.sleep(FIRE_AFTER_S)  # until the other side watches

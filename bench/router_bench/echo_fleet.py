@@ -1,4 +1,4 @@
-"""A router as it is deployed, a plain process, in front of echo workers, each a process of its own."""
+"""A router as it is deployed, a plain process, in front of echo workers, each in a process of its own."""
 
 import contextlib
 import tempfile
@@ -20,15 +20,15 @@ MODEL: Final = "echo"
 
 
 class EchoFleet:
-    """To be entered; it ends with the block.
+    """Context manager; the processes end with the block.
 
     Args:
-        model_path: whose tokenizer and length the router takes.
-        num_prefill: workers.
-        num_decode: workers.
-        prefill: more of their command line.
+        model_path: model whose tokenizer and length the router uses.
+        num_prefill: number of prefill workers.
+        num_decode: number of decode workers.
+        prefill: further arguments of their command line.
         decode: likewise.
-        router: more of the router's command line.
+        router: further arguments of the router's command line.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class EchoFleet:
 
 
 def wait_until(is_true: Callable[[], bool], problem: str, limit_s: float = READY_LIMIT_S) -> None:
-    """Look again and again.
+    """Poll until a condition is true.
 
     Raises:
-        WorkerStartFailed: it did not come about in time.
+        WorkerStartFailed: it was not true in time.
     """
     deadline_s = time.monotonic() + limit_s
     while not is_true():

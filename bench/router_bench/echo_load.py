@@ -1,7 +1,7 @@
-"""Clients of a bench, in a process of their own: each answer's times, as its client saw them.
+"""Clients of a benchmark, in a process of their own: each answer's times, as its client saw them.
 
 An open loop keeps to its timetable: a request's times count from when it should have been sent, so a client that falls
-behind makes them longer and hides nothing (no coordinated omission); how far it fell behind is told too.
+behind makes them longer and hides nothing (no coordinated omission). How far it fell behind is reported, too.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ TIMEOUT_S: Final = 600.0
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """One request's.
+    """Outcome of one request.
 
     Attributes:
-        due_s: when it should have been sent, of the monotonic clock.
-        sent_s: when it was.
-        first_s: its first token; 0: none.
-        end_s: the end of its stream.
-        num_tokens: that came.
-        num_chunks: in which they came.
-        code: gRPC's name of how it ended.
-        has_retry_info: a refusal said when to try again.
+        due_s: monotonic time when it should have been sent.
+        sent_s: when it was sent.
+        first_s: time of its first token; 0: none.
+        end_s: end of its stream.
+        num_tokens: number of tokens received.
+        num_chunks: number of chunks received.
+        code: gRPC's name of its final status.
+        has_retry_info: whether a refusal said when to retry.
         publish_ms: by the router's own stats: from the worker's first token to where it leaves the router.
         router_ms: likewise, from arrival at the router to arrival at the worker.
     """
@@ -57,7 +57,7 @@ class LoadOutcome:
 
 @dataclass(slots=True)
 class EchoLoad:
-    """What one client process saw."""
+    """Observations of one client process."""
 
     outcomes: list[LoadOutcome] = field(default_factory=list)
     token_times: list[tuple[float, int]] = field(default_factory=list)  # (second of the clock, tokens in it)
@@ -67,7 +67,7 @@ class EchoLoad:
 
 
 class LoadClient:
-    """Made in its own process (`bench.actor.SpawnedRemote`)."""
+    """The client, constructed in its own process (`bench.actor.SpawnedRemote`)."""
 
     def __init__(self, address: str, num_channels: int = 1, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -80,22 +80,22 @@ class LoadClient:
         self._run(self._open(num_channels))
 
     def closed(self, request: bytes, concurrency: int, seconds: float) -> EchoLoad:
-        """Each of so many clients sends its next request as soon as its last has ended."""
+        """Closed loop: each of `concurrency` clients sends its next request as soon as its last has ended."""
         return self._measured(self._closed(request, concurrency, seconds))
 
     def timetable(self, request: bytes, rate: float, seconds: float, seed: int) -> EchoLoad:
-        """Poisson arrivals; waits for every answer."""
+        """Open loop: Poisson arrivals; waits for every answer."""
         rng, due_s, dues = random.Random(seed), 0.0, []
         while (due_s := due_s + rng.expovariate(rate)) < seconds:
             dues.append(due_s)
         return self._measured(self._timetable(request, dues))
 
     def hold(self, request: bytes, number: int) -> int:
-        """Open so many streams and read each up to its first token; returns how many are open."""
+        """Open streams and read each up to its first token; return how many are open."""
         return int(self._run(self._hold(request, number)))
 
     def release(self) -> None:
-        """Cancel those."""
+        """Cancel the held streams."""
         self._run(self._release())
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -103,7 +103,7 @@ class LoadClient:
 
     def _measured(self, work: Coroutine[Any, Any, list[LoadOutcome]]) -> EchoLoad:
         self._token_times = {}
-        # A client that stops to collect garbage would call that the server's time; a refusal is some 60 objects of it.
+        # A garbage collection in the client would count as the server's time; a refusal makes some 60 objects.
         gc.collect()
         gc.disable()
         before_s, begin_s = _cpu_s(), time.monotonic()
@@ -125,7 +125,7 @@ class LoadClient:
         await asyncio.gather(*(channel.channel_ready() for channel in self._channels))
 
     def _call(self, request: bytes, at: int) -> Any:
-        # Bytes in, bytes out: a client that parses little leaves the processors to what is measured.
+        # Bytes in, bytes out: a client that parses little leaves the processors to the measured processes.
         return self._channels[at % len(self._channels)].unary_stream(METHOD)(request, timeout=self._timeout_s)
 
     async def _one(self, request: bytes, outcome: LoadOutcome, at: int) -> LoadOutcome:
@@ -147,7 +147,7 @@ class LoadClient:
             outcome.code = (await call.code()).name
         except grpc.aio.AioRpcError as error:
             outcome.code = error.code().name
-            metadata: Any = error.trailing_metadata()  # the stubs know only one of the two shapes it has
+            metadata: Any = error.trailing_metadata()  # the type stubs know only one of its two types
             outcome.has_retry_info = any(key == DETAILS_KEY for key, _ in metadata or ())
         outcome.end_s = time.monotonic()
         if last:

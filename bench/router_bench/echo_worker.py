@@ -1,7 +1,7 @@
 """`python -m baton.bench.router_bench.echo_worker`: a worker without a model, a plain process.
 
-It reports heartbeats, queues, blocks and rates like a real one, and answers at the pace it is told. It moves no KV: a
-prefill worker tells the decode worker over a TCP connection that a prompt has landed. It says `{"address": ...}` on
+It reports heartbeats, queues, blocks and rates like a real worker, and answers at a given pace. It moves no KV: a
+prefill worker tells the decode worker over a TCP connection that a prompt has arrived. It prints `{"address": ...}` on
 stdout once it serves, and ends when its stdin closes.
 """
 
@@ -30,18 +30,18 @@ from baton.proto.wire import request_from_attend, request_from_prefill
 from baton.worker.host import WorkerHost
 from baton.worker.stream_mux import EventSink, StreamMux, WriteCoalescer
 
-TOKEN: Final = 300  # the first of those that an answer consists of
+TOKEN: Final = 300  # the first token of an answer
 NUM_TOKENS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class EchoPace:
-    """What it can do.
+    """Capacity of a prefill worker.
 
     Attributes:
-        tokens_per_s: of prompts; 0 is no limit.
-        first_delay_s: of each first token, beside that.
-        max_queue_len: requests; more are refused.
+        tokens_per_s: prompt tokens per second; 0: no limit.
+        first_delay_s: further delay of each first token.
+        max_queue_len: queued requests; further ones are refused.
     """
 
     tokens_per_s: float
@@ -61,14 +61,14 @@ class _Job:
 
 
 class EchoPrefill(worker_pb2_grpc.PrefillServicer):
-    """Also the `StreamRole` of its stream muxes."""
+    """The prefill service, which is also the `StreamRole` of its stream multiplexers."""
 
     def __init__(self, pace: EchoPace, epoch: int) -> None:
         self._pace = pace
         self._epoch = epoch
         self._clock = MonotonicClock()
         self._write_coalescer = WriteCoalescer()
-        self._jobs: dict[AttemptKey, _Job] = {}  # queued, or computing
+        self._jobs: dict[AttemptKey, _Job] = {}  # queued or computing
         self._queue: deque[_Job] = deque()
         self._queued_len = 0
         self._computing: _Job | None = None
@@ -77,7 +77,7 @@ class EchoPrefill(worker_pb2_grpc.PrefillServicer):
         self._incoming_transfers: dict[str, asyncio.Task[asyncio.StreamWriter]] = {}
 
     async def RunAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """All streams of a router."""
+        """Serve all streams of a router."""
         await StreamMux(self, prefill_frame, self._write_coalescer, self._epoch).serve(context)
 
     def read(self, message: worker_pb2.PrefillRequest) -> GenerationRequest:
@@ -85,7 +85,7 @@ class EchoPrefill(worker_pb2_grpc.PrefillServicer):
         return request_from_prefill(message, self._clock.now_s())
 
     def check(self, attempt: GenerationRequest) -> None:
-        """Nothing is wrong with anything."""
+        """Accept every request."""
 
     def begin(
         self,
@@ -108,7 +108,7 @@ class EchoPrefill(worker_pb2_grpc.PrefillServicer):
         self._next()
 
     def cancel(self, key: AttemptKey, stream: EventSink[worker_pb2.PrefillEvent]) -> None:
-        """The router no longer waits for it."""
+        """Stop a request that the router no longer waits for."""
         job = self._jobs.get(key)
         if job is not None and job.stream is stream:
             job.given_up = True
@@ -117,7 +117,7 @@ class EchoPrefill(worker_pb2_grpc.PrefillServicer):
             stream.end(RequestCancelled("cancelled"))
 
     def inventory(self, num_blocks: int) -> worker_pb2.Inventory:
-        """What it holds. Any thread."""
+        """Report what it holds; from any thread."""
         return worker_pb2.Inventory(
             num_requests_waiting=max(0, len(self._jobs) - 1),
             num_requests_running=min(1, len(self._jobs)),
@@ -139,7 +139,7 @@ class EchoPrefill(worker_pb2_grpc.PrefillServicer):
             if not self._pace.tokens_per_s:
                 self._computed()
                 continue
-            # From when it could have begun, so that a late timer costs no capacity.
+            # Count from when it could have begun, so that a late timer costs no capacity.
             begin_s = max(self._free_s, job.received_s)
             self._free_s = begin_s + job.request.prompt_len / self._pace.tokens_per_s
             asyncio.get_running_loop().call_later(max(0.0, self._free_s - now_s), self._timer)
@@ -213,14 +213,14 @@ MAX_LANDED: Final = 8192  # prompts that arrived before the router subscribed
 
 @dataclass(frozen=True, slots=True)
 class DecodePace:
-    """What it can do.
+    """Capacity of a decode worker.
 
     Attributes:
-        step_s: between two tokens of a stream.
+        step_s: time between two tokens of a stream.
         max_num_seqs: streams that run at once.
-        num_blocks: that they share; a stream takes what its prompt and answer need.
-        block_size: positions.
-        max_queue_len: streams; more are refused.
+        num_blocks: blocks that they share; a stream takes what its prompt and answer need.
+        block_size: positions of a block.
+        max_queue_len: queued streams; further ones are refused.
     """
 
     step_s: float
@@ -240,7 +240,7 @@ class _Sequence:
 
 
 class EchoDecode(worker_pb2_grpc.DecodeServicer):
-    """Also the `StreamRole` of its stream muxes."""
+    """The decode service, which is also the `StreamRole` of its stream multiplexers."""
 
     def __init__(self, pace: DecodePace, epoch: int) -> None:
         self._pace = pace
@@ -248,7 +248,7 @@ class EchoDecode(worker_pb2_grpc.DecodeServicer):
         self._clock = MonotonicClock()
         self._write_coalescer = WriteCoalescer()
         self._sequences: dict[AttemptKey, _Sequence] = {}
-        self._landed: dict[AttemptKey, None] = {}  # before they were attended
+        self._landed: dict[AttemptKey, None] = {}  # prompts that arrived before they were subscribed to
         self._ready: deque[_Sequence] = deque()
         self._running: dict[_Sequence, None] = {}
         self._num_blocks_free = pace.num_blocks
@@ -261,15 +261,15 @@ class EchoDecode(worker_pb2_grpc.DecodeServicer):
 
     @property
     def kv_address(self) -> str:
-        """Where prefill workers say what has landed."""
+        """Address at which prefill workers report arrived prompts."""
         return f"tcp://127.0.0.1:{self._socket.getsockname()[1]}"
 
     def listen(self) -> None:
-        """Hear them; on the event loop."""
+        """Listen for these reports; call it on the event loop."""
         self._server = asyncio.create_task(asyncio.start_server(self._hear, sock=self._socket))
 
     async def AttendAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """All streams of a router."""
+        """Serve all streams of a router."""
         await StreamMux(self, decode_frame, self._write_coalescer, self._epoch).serve(context)
 
     def read(self, message: worker_pb2.AttendRequest) -> GenerationRequest:
@@ -277,7 +277,7 @@ class EchoDecode(worker_pb2_grpc.DecodeServicer):
         return request_from_attend(message, self._clock.now_s())
 
     def check(self, attempt: GenerationRequest) -> None:
-        """Nothing is wrong with anything."""
+        """Accept every request."""
 
     def begin(
         self, message: worker_pb2.AttendRequest, attempt: GenerationRequest, stream: EventSink[worker_pb2.DecodeEvent]
@@ -285,7 +285,7 @@ class EchoDecode(worker_pb2_grpc.DecodeServicer):
         """Wait for an incoming transfer.
 
         Raises:
-            Overloaded: too many streams are here.
+            Overloaded: there are too many streams.
         """
         if len(self._sequences) >= self._pace.max_queue_len:
             raise Overloaded("the echo worker is full", limit=self._pace.max_queue_len)
@@ -295,14 +295,14 @@ class EchoDecode(worker_pb2_grpc.DecodeServicer):
             self._land(attempt.key)
 
     def cancel(self, key: AttemptKey, stream: EventSink[worker_pb2.DecodeEvent]) -> None:
-        """The router no longer reads it."""
+        """Stop a stream that the router no longer reads."""
         sequence = self._sequences.get(key)
         if sequence is not None and sequence.stream is stream:
             self._forget(sequence)
             stream.end(RequestCancelled("cancelled"))
 
     def inventory(self, num_blocks: int) -> worker_pb2.Inventory:
-        """What it holds. Any thread."""
+        """Report what it holds; from any thread."""
         num_steps = sum(self._step_counts)
         steps = worker_pb2.StepCounts(num_steps=num_steps)
         steps.step_seconds.bounds.extend(STEP_BOUNDS)
@@ -401,7 +401,7 @@ BLOCK_SIZE = 16
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m baton.bench.router_bench.echo_worker", description="A worker without a model."
     )

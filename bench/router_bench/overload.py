@@ -1,8 +1,8 @@
-"""`baton bench overload`: several times more than the workers can do, offered by open-loop clients.
+"""`baton bench overload`: open-loop clients offer several times more than the workers can do.
 
-Echo prefill workers compute so many prompt tokens a second, which is the capacity; it is measured first, by clients
-that always have another request. Then Poisson arrivals at a multiple of it, on a timetable: times count from when a
-request was due, so that clients that fall behind hide nothing.
+Echo prefill workers compute a fixed number of prompt tokens per second, which is the capacity. It is measured first, by
+closed-loop clients. Then Poisson arrivals follow at a multiple of it, on a timetable: times count from when a request
+was due, so that clients that fall behind hide nothing.
 """
 
 import time
@@ -21,7 +21,7 @@ from baton.bench.router_bench.router_cost import request_bytes
 from baton.core.errors import ConfigInvalid, StepFailed
 
 NUM_PREFILL: Final = 2
-TOKENS_PER_S: Final = 3000.0  # of each prefill worker
+TOKENS_PER_S: Final = 3000.0  # per prefill worker
 PROMPT_LEN: Final = 100
 ANSWER_LEN: Final = 16
 STEP_S: Final = 0.02
@@ -37,11 +37,11 @@ class OverloadOptions:
     """What is measured.
 
     Attributes:
-        seconds: of the overload.
-        capacity_s: of the measurement of the capacity.
-        factor: offered, in capacities.
-        deadline_s: of each request.
-        num_clients: processes.
+        seconds: duration of the overload.
+        capacity_s: duration of the capacity measurement.
+        factor: offered load, in capacities.
+        deadline_s: deadline of each request.
+        num_clients: number of client processes.
     """
 
     seconds: float = 60.0
@@ -51,7 +51,7 @@ class OverloadOptions:
     num_clients: int = 2
 
     def __post_init__(self) -> None:
-        """Check.
+        """Check the values.
 
         Raises:
             ConfigInvalid: a number is too small.
@@ -67,13 +67,13 @@ def bench_overload(options: OverloadOptions, model_path: Path, note: Callable[[s
     """Measure; see `result`.
 
     Args:
-        options: what.
-        model_path: whose tokenizer the router takes.
-        note: told how it goes on.
+        options: what to measure.
+        model_path: model whose tokenizer the router uses.
+        note: called with progress.
 
     Raises:
-        WorkerStartFailed: a process did not come up.
-        StepFailed: nothing was finished in time even without overload.
+        WorkerStartFailed: a process did not start.
+        StepFailed: nothing finished in time even without overload.
     """
     fleet = EchoFleet(
         model_path,
@@ -97,8 +97,8 @@ def _measure(
     options: OverloadOptions, fleet: EchoFleet, clients: Sequence[SpawnedRemote], note: Callable[[str], None]
 ) -> dict[str, Any]:
     request = request_bytes(ANSWER_LEN, PROMPT_LEN)
-    concurrency = max(1, round(NOMINAL / len(clients)))  # a second's work: half of it waits
-    _all(clients, "closed", [(request, concurrency, 1.0)] * len(clients))  # rates are known from here on
+    concurrency = max(1, round(NOMINAL / len(clients)))  # one second's work, half of which waits
+    _all(clients, "closed", [(request, concurrency, 1.0)] * len(clients))  # from here on the router knows the rates
     loads = _all(clients, "closed", [(request, concurrency, options.capacity_s)] * len(clients))
     capacity = goodput([outcome for load in loads for outcome in load.outcomes], options.capacity_s, options.deadline_s)
     if not capacity:
@@ -131,14 +131,14 @@ def _all(clients: Sequence[SpawnedRemote], method: str, arguments: Sequence[tupl
 
 
 def goodput(outcomes: Sequence[LoadOutcome], seconds: float, deadline_s: float) -> float:
-    """Requests a second that were finished within their deadline, of those that ended within `seconds` of the first."""
+    """Requests per second that finished within their deadline and within `seconds` of the first."""
     begin_s = min(outcome.due_s for outcome in outcomes)
     good = [outcome for outcome in outcomes if outcome.code == "OK" and outcome.end_s - outcome.sent_s <= deadline_s]
     return sum(outcome.end_s - begin_s <= seconds for outcome in good) / seconds
 
 
 def figures(outcomes: Sequence[LoadOutcome], capacity: float, seconds: float, deadline_s: float) -> dict[str, Any]:
-    """Of an overload."""
+    """Figures of an overload."""
     refused = [outcome for outcome in outcomes if outcome.code == REFUSED]
     accepted = [outcome for outcome in outcomes if outcome.code != REFUSED]
     late = [outcome for outcome in accepted if outcome.code == "DEADLINE_EXCEEDED" or _took_s(outcome) > deadline_s]
@@ -171,7 +171,7 @@ def _quantile(ordered: Sequence[float], part: float) -> float:
 
 
 def checks(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """What admission promises."""
+    """Check what admission promises."""
     limits = [(name, "at_most", limit) for name, limit in AT_MOST.items()]
     limits += [(name, "at_least", limit) for name, limit in AT_LEAST.items()]
     found = []

@@ -1,8 +1,8 @@
-"""`python -m baton.bench.router_bench.relay`: the least that a gRPC server in Python can be, for comparison.
+"""`python -m baton.bench.router_bench.relay`: the minimal gRPC server in Python, for comparison.
 
-Without `--upstream` it is a source: it answers `Generate` with so many chunks, each one step after the other. With it,
-it passes every message of every call on as it is, bytes for bytes: a call there for each call here, and nothing else.
-It says `{"address": ...}` on stdout once it serves, and ends when its stdin closes.
+Without `--upstream` it is a source: it answers `Generate` with a number of chunks, one per step. With it, it relays
+every message of every call unchanged, bytes for bytes, with one upstream call per call, and nothing else. It prints
+`{"address": ...}` on stdout once it serves, and ends when its stdin closes.
 """
 
 import argparse
@@ -25,20 +25,20 @@ TOKEN: Final = 300
 
 
 class Relay:
-    """Passes on what another server says."""
+    """Relays the answers of another server."""
 
     def __init__(self, upstream: str) -> None:
         channel: Any = grpc.aio.insecure_channel(upstream)
         self._call = channel.unary_stream(METHOD)
 
     async def generate(self, request: bytes, context: Any) -> None:
-        """One call."""
+        """Serve one call."""
         async for message in self._call(request):
             await context.write(message)
 
 
 class Source:
-    """Has a token for every call at each step."""
+    """Emits a token for every call at each step."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -46,7 +46,7 @@ class Source:
         self._stepping = asyncio.create_task(self._step())
 
     async def generate(self, request: bytes, context: Any) -> None:
-        """One call."""
+        """Serve one call."""
         async for message in self._answer(inference_pb2.GenerateRequest.FromString(request)):
             await context.write(message)
 
@@ -71,7 +71,7 @@ class Source:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Until stdin closes."""
+    """Serve until stdin closes."""
     served: Any = Relay(options.upstream) if options.upstream else Source(options.step_s)
     service, method = METHOD.lstrip("/").split("/")
     handlers = {method: grpc.unary_stream_rpc_method_handler(served.generate)}
@@ -87,7 +87,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """The process."""
+    """Run the process."""
     parser = argparse.ArgumentParser(
         prog="python -m baton.bench.router_bench.relay", description="A relay without a router."
     )

@@ -1,4 +1,4 @@
-"""A deployment whose router is in this process, and whose workers are real ones, each in a process of its own."""
+"""A deployment whose router is in this process, and whose real workers are in processes of their own."""
 
 import asyncio
 import os
@@ -33,16 +33,16 @@ class RoutedWorker:
 
 
 class RoutedDeployment:
-    """Started by `start`, in the event loop that later uses it; `close` in any case.
+    """Start it with `start`, in the event loop that later uses it; call `close` in any case.
 
     Args:
-        routing: the router's policy.
-        model_path: of the model that workers load.
-        num_prefill: prefill workers; there is one decode worker.
-        prefill_kv_mib: each prefill worker's pool.
-        decode_kv_mib: the decode worker's.
-        chunk_len: prompt tokens of a prefill step.
-        max_model_len: the longest prompt and answer.
+        routing: policy of the router.
+        model_path: model that workers load.
+        num_prefill: number of prefill workers; there is one decode worker.
+        prefill_kv_mib: size of each prefill worker's pool.
+        decode_kv_mib: size of the decode worker's pool.
+        chunk_len: prompt tokens per prefill step.
+        max_model_len: maximum length of prompt and answer.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RoutedDeployment:
         self.address = ""
 
     async def start(self) -> None:
-        """Start the router and let the workers start; `ready` waits for them."""
+        """Start the router and begin to start the workers; `ready` waits for them."""
         config = RouterConfig(
             host="127.0.0.1", port=0, max_queue_len=1024, request_timeout_s=60.0, routing=self.routing
         )
@@ -82,7 +82,7 @@ class RoutedDeployment:
         """Wait for every worker's heartbeat.
 
         Raises:
-            WorkerStartFailed: one did not come in time.
+            WorkerStartFailed: a heartbeat did not come in time.
         """
         assert self._router is not None
         members = self._router.members
@@ -94,7 +94,7 @@ class RoutedDeployment:
             raise WorkerStartFailed("a worker of the bench did not report in time", timed_out=True) from None
 
     def set_local_prefill(self, mode: str) -> None:
-        """Whether decode workers compute prompts (`router.placement.local_prefill`), from the next request on."""
+        """Set whether decode workers compute prompts (`router.placement.local_prefill`), from the next request on."""
         assert self._router is not None
         self._router.local.mode = mode
 

@@ -1,9 +1,9 @@
-"""`baton bench router`: what a request and a token cost the router's process, and what it can do, on this machine.
+"""`baton bench router`: what a request and a token cost the router's process, and its limits, on this machine.
 
-The router is the real one, in a process of its own; so are echo workers, which compute nothing, and the clients. A bare
-relay (`bench.router_bench.relay`), which passes the same messages on and does nothing else, is measured in the same
-run; so is a second router, which traces every request. CPU is that of one process, read from outside. The parts of a
-request and of a token are told apart by answers of different lengths:
+The router is the real one, in a process of its own; so are the clients and the echo workers, which compute nothing. A
+bare relay (`bench.router_bench.relay`), which only passes the same messages on, is measured in the same run; so is a
+second router, which traces every request. CPU time is that of one process, read from outside. Answers of different
+lengths separate the costs of a request and of a token:
 
     CPU seconds = requests x a + tokens x b + what the idle process takes
 """
@@ -50,10 +50,10 @@ class RouterCostOptions:
     """What is measured.
 
     Attributes:
-        seconds: of each load.
+        seconds: duration of each load.
         rounds: how often every load is put on each system.
-        idle_streams: that are open at once.
-        step_ms: between two tokens of a stream.
+        idle_streams: number of streams that are open at once.
+        step_ms: time between two tokens of a stream.
     """
 
     seconds: float = 5.0
@@ -62,7 +62,7 @@ class RouterCostOptions:
     step_ms: float = 20.0
 
     def __post_init__(self) -> None:
-        """Check.
+        """Check the values.
 
         Raises:
             ConfigInvalid: a number is too small.
@@ -95,20 +95,20 @@ class _System:
     pid: int
     client: SpawnedRemote
     samples: list[_Sample] = field(default_factory=list)
-    idle_cpu: float = 0.0  # seconds a second
+    idle_cpu: float = 0.0  # CPU seconds per second
 
 
 def bench_router(options: RouterCostOptions, model_path: Path, note: Callable[[str], None]) -> dict[str, Any]:
     """Measure; see `result`.
 
     Args:
-        options: what.
-        model_path: whose tokenizer the router takes.
-        note: told how it goes on.
+        options: what to measure.
+        model_path: model whose tokenizer the router uses.
+        note: called with progress.
 
     Raises:
-        WorkerStartFailed: a process did not come up.
-        StepFailed: a request failed that should not.
+        WorkerStartFailed: a process did not start.
+        StepFailed: a request failed unexpectedly.
     """
     with tempfile.TemporaryDirectory() as folder:
         rows = _measure_load(options, model_path, Path(folder), note)
@@ -118,7 +118,7 @@ def bench_router(options: RouterCostOptions, model_path: Path, note: Callable[[s
 
 
 def request_bytes(num_tokens: int, prompt_len: int = PROMPT_LEN) -> bytes:
-    """A request for an answer of so many tokens."""
+    """Make a request for an answer of `num_tokens` tokens."""
     request = inference_pb2.GenerateRequest(model=MODEL)
     request.token_ids.ids.extend(range(TOKEN, TOKEN + prompt_len))
     request.sampling.max_tokens = num_tokens
@@ -157,7 +157,7 @@ def _measure_load(
 
 def _load(systems: Sequence[_System], options: RouterCostOptions, note: Callable[[str], None]) -> list[dict[str, Any]]:
     for system in systems:
-        _closed(system, CELLS[0], min(1.0, options.seconds))  # warms up; not counted
+        _closed(system, CELLS[0], min(1.0, options.seconds))  # warm-up, not counted
         system.samples.clear()
         before_s = cpu_s(system.pid)
         time.sleep(min(IDLE_S, options.seconds))
@@ -204,7 +204,7 @@ def _require(load: EchoLoad, name: str) -> list[LoadOutcome]:
 
 
 def _middle_rate(load: EchoLoad) -> float:
-    """Tokens a second in the middle half, when all streams run."""
+    """Tokens per second in the middle half of the time, when all streams run."""
     times = [second for second, _ in load.token_times]
     low, high = times[0], times[-1]
     begin, end = low + 0.25 * (high - low), low + 0.75 * (high - low)
@@ -214,10 +214,10 @@ def _middle_rate(load: EchoLoad) -> float:
 
 
 def costs(samples: Sequence[tuple[float, int, int]]) -> tuple[float, float]:
-    """CPU seconds of a request and of a token: the least squares of (CPU seconds, requests, tokens)."""
+    """CPU seconds of a request and of a token: a least-squares fit of (CPU seconds, requests, tokens)."""
     work = np.array([[num_requests, num_tokens] for _, num_requests, num_tokens in samples], dtype=np.float64)
     used = np.array([seconds for seconds, _, _ in samples], dtype=np.float64)
-    # Each load counts alike, however much was done in it.
+    # Each load has the same weight, however much was done in it.
     (request_s, token_s), *_ = np.linalg.lstsq(work / used[:, None], np.ones(len(used)), rcond=None)
     return float(request_s), float(token_s)
 
@@ -272,7 +272,7 @@ def _row(
 
 
 def metrics_us() -> float:
-    """Microseconds that the router's metrics take of an answer in `OBSERVED_CHUNKS` chunks: the same calls, alone."""
+    """Microseconds that the router's metrics take for an answer in `OBSERVED_CHUNKS` chunks: the same calls, alone."""
     metrics = RouterMetrics()
 
     def answer() -> None:
@@ -290,12 +290,12 @@ def metrics_us() -> float:
 
 
 def observability(traced: dict[str, Any], plain: dict[str, Any], metrics_us: float) -> dict[str, float]:
-    """What metrics and tracing every request take of the router's processor time, for such an answer.
+    """Share of the router's processor time that metrics and tracing every request take, for such an answer.
 
     Args:
-        traced: the row of the router that traces.
-        plain: of the one that does not.
-        metrics_us: see there.
+        traced: row of the router that traces.
+        plain: row of the router that does not.
+        metrics_us: result of `metrics_us`.
     """
 
     def answer_us(row: dict[str, Any]) -> float:
@@ -319,7 +319,7 @@ def _quantile(values: Sequence[float], part: float) -> float:
 
 
 def _measure_idle(options: RouterCostOptions, model_path: Path) -> dict[str, Any]:
-    """The router's memory with streams that wait for their second token."""
+    """Measure the router's memory with streams that wait for their second token."""
     number = options.idle_streams
     with EchoFleet(model_path, decode=("--step-s", 3600)) as fleet:
         router = psutil.Process(fleet.router_pid)
@@ -345,7 +345,7 @@ def _measure_idle(options: RouterCostOptions, model_path: Path) -> dict[str, Any
 
 
 def checks(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the router promises, of its row."""
+    """Check what the router promises, by its row."""
     limits = [(name, "at_most", limit) for name, limit in AT_MOST.items()]
     limits += [(name, "at_least", limit) for name, limit in AT_LEAST.items()]
     found = []

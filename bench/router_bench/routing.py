@@ -1,9 +1,9 @@
-"""`baton bench routing`: prompts that share long beginnings, through routers of different policies.
+"""`baton bench routing`: prompts that share long prefixes, through routers with different policies.
 
-Every policy has a deployment of its own: a router and real workers in processes of their own. They are loaded one after
-the other, round by round, so that what else the machine does falls on all of them. The prefix cache of one prefill
-worker holds some of the groups' beginnings and not all: who sends a group anywhere computes it again and again. Each
-group is asked once before anything counts.
+Every policy has a deployment of its own: a router, and real workers in processes of their own. They are loaded one
+after the other, round by round, so that disturbances affect all of them alike. The prefix cache of one prefill worker
+holds some of the groups' prefixes, not all: a policy that sends a group anywhere computes its prefix again and again.
+Each group is sent once before anything counts.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from baton.model.config import ModelConfig
 from baton.proto import inference_pb2
 from baton.router.placement.routing import ROUTINGS
 
-TTFT_LIMIT = 0.5  # of `prefix` to `round_robin`
+TTFT_LIMIT = 0.5  # TTFT of `prefix` relative to `round_robin`
 VOCAB = range(300, 4000)
 ANSWER_LEN = 4
 FLOAT32_BYTES = 4
@@ -35,16 +35,16 @@ class RoutingOptions:
     """What is measured.
 
     Attributes:
-        policies: one deployment each.
-        num_prefill: prefill workers of each.
-        num_groups: different beginnings.
-        prefix_len: tokens of a beginning.
+        policies: policies, with one deployment each.
+        num_prefill: prefill workers per deployment.
+        num_groups: number of different prefixes.
+        prefix_len: tokens of a prefix.
         suffix_len: tokens after it, different in every prompt.
-        num_requests: of each group and round.
+        num_requests: requests per group and round.
         concurrency: requests open at the same time.
-        cached_groups: beginnings that fit into one prefill worker's pool, roughly.
+        cached_groups: approximate number of prefixes that fit into one prefill worker's pool.
         rounds: how often everything is measured.
-        seed: of prompts and their order.
+        seed: seed of prompts and their order.
     """
 
     policies: tuple[str, ...] = ("round_robin", "least_cost", "prefix")
@@ -63,7 +63,7 @@ def read_options(policies: str, **numbers: int) -> RoutingOptions:
     """Check the command line.
 
     Raises:
-        ConfigInvalid: a policy that does not exist, or a number that is too small.
+        ConfigInvalid: a policy does not exist, or a number is too small.
     """
     names = tuple(dict.fromkeys(policies.split(",")))
     for name in names:
@@ -79,13 +79,13 @@ def bench_routing(options: RoutingOptions, model_path: Path, note: Callable[[str
     """Measure; see `result`.
 
     Args:
-        options: what.
+        options: what to measure.
         model_path: a model directory.
-        note: told how it goes on.
+        note: called with progress.
 
     Raises:
-        ConfigInvalid: prompts that do not fit the model.
-        WorkerStartFailed: a worker did not come up.
+        ConfigInvalid: prompts do not fit the model.
+        WorkerStartFailed: a worker did not start.
     """
     config = ModelConfig.from_directory(model_path)
     needed = options.prefix_len + options.suffix_len + ANSWER_LEN + 2
@@ -151,7 +151,7 @@ def _prompts(groups: Sequence[list[int]], num_each: int, suffix_len: int, rng: r
 async def _load(
     deployment: RoutedDeployment, prompts: Sequence[list[int]], concurrency: int
 ) -> list[inference_pb2.RequestStats]:
-    """All prompts, so many at a time, each as soon as another has its answer."""
+    """Send all prompts, `concurrency` at a time."""
     waiting = list(reversed(prompts))
     found: list[inference_pb2.RequestStats] = []
     sampling = SamplingParams(max_tokens=ANSWER_LEN, temperature=0.0, ignore_eos=True)
@@ -204,7 +204,7 @@ def _row(
 
 
 def checks(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What prefix routing promises, where both policies were measured."""
+    """Check what prefix routing promises, if both policies were measured."""
     by_policy = {row["system"]: row for row in rows}
     if not {"prefix", "round_robin"} <= by_policy.keys():
         return []

@@ -1,7 +1,7 @@
-"""Sends a schedule: when each request goes out, whatever sends it and whatever clock it runs by.
+"""Sends a schedule: decides when each request goes out, for any sender and any clock.
 
-In an open loop a request is due when the schedule says so, answers or not: a server that stalls meets all requests that
-arrive meanwhile, and their times count from when they were due. That is what leaves no coordinated omission.
+In an open loop a request is due when the schedule says so, with or without answers: a server that stalls gets all
+requests that arrive meanwhile, and their times count from when they were due. This avoids coordinated omission.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ class Record:
     """One request. Times are seconds of the host's monotonic clock.
 
     Attributes:
-        due_s: when it was due; in a closed loop when its client was free for it.
+        due_s: when it was due; in a closed loop, when its client was free for it.
         sent_s: when the client began to send it.
-        prompt_len: tokens that were sent.
-        output_len: tokens that were asked for.
-        tenant: whose it was.
-        steady: whether it is of a steady stream.
+        prompt_len: tokens sent.
+        output_len: tokens requested.
+        tenant: tenant of the request.
+        steady: whether it belongs to a steady stream.
         is_open: whether it had a due time of its own (open loop).
         chunk_times_s: when each chunk with tokens arrived; the first is the first token.
         end_s: when the answer, or the error, was complete.
-        prompt_tokens: by `usage`; None: the server did not say.
-        completion_tokens: by `usage`.
-        cached_tokens: of the prompt, by `usage`.
-        status: of HTTP; 0: there was none.
+        prompt_tokens: prompt tokens by `usage`; None: the server did not report them.
+        completion_tokens: answer tokens by `usage`.
+        cached_tokens: cached prompt tokens by `usage`.
+        status: HTTP status; 0: there was none.
         error: kind of the failure; "" without one.
-        detail: what the server or the client's library said of it.
-        cancelled: the client went away as planned.
+        detail: what the server or the client's library reported.
+        cancelled: whether the client cancelled as planned.
     """
 
     due_s: float
@@ -56,27 +56,27 @@ class Record:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the whole answer came."""
+        """Whether the whole answer arrived."""
         return not self.error and not self.cancelled
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer; where the server did not count them, chunks."""
+        """Tokens of the answer, or chunks if the server did not count tokens."""
         return len(self.chunk_times_s) if self.completion_tokens is None else self.completion_tokens
 
 
 Send = Callable[[Planned, Record, Callable[[], None]], Awaitable[None]]
 """Sends one request and fills in its record; calls the function at the first token. Raises CancelledError alone."""
 
-_STREAM_PAUSE_S = 0.1  # of a steady stream after a failure
+_STREAM_PAUSE_S = 0.1  # pause of a steady stream after a failure
 
 
 class Driver:
     """One process's part of one point.
 
     Args:
-        send: sends one request.
-        clock: of every time in the records; asyncio's timers must run by it.
+        send: function that sends one request.
+        clock: clock of every time in the records; asyncio's timers must use it.
     """
 
     def __init__(self, send: Send, clock: Clock) -> None:
@@ -90,7 +90,7 @@ class Driver:
         ready: Callable[[], Awaitable[float]],
         arrived: Callable[[], Awaitable[None]],
     ) -> list[Record]:
-        """Send everything; the records, in the order of sending.
+        """Send everything; return the records in the order of sending.
 
         Args:
             requests: the arrivals.
@@ -176,7 +176,7 @@ class Driver:
 
 
 async def beat(clock: Clock, period_s: float, lags_s: list[float]) -> None:
-    """Note for ever how late this process's event loop is for a timer: what it adds to every time it notes."""
+    """Record forever how late this process's event loop notices a timer, which adds to every time it records."""
     with contextlib.suppress(asyncio.CancelledError):
         while True:
             due_s = clock.now_s() + period_s

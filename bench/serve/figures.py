@@ -15,7 +15,7 @@ from baton.bench.serve.workload import Slo
 
 SHARES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 LAG_LIMIT_MS: Final = 10.0  # p99 of how late clients sent, or noticed a timer; beyond it they are part of the figures
-CPU_LIMIT: Final = 0.9  # of one core, by the busiest client process
+CPU_LIMIT: Final = 0.9  # share of one core that the busiest client process used
 _TOTALS: Final = ("num_requests", "num_ok", "num_cancelled", "num_failed", "steady_num_failed")
 _MAX_EXAMPLES: Final = 3
 
@@ -43,7 +43,7 @@ def percentiles_ms(name: str, seconds: Iterable[float]) -> dict[str, float]:
 
 
 def ttft_s(record: Record) -> float:
-    """From due to the first token, in seconds."""
+    """Time from due to the first token, in seconds."""
     return record.chunk_times_s[0] - record.due_s
 
 
@@ -60,7 +60,7 @@ def tpot_s(record: Record) -> float | None:
 
 
 def holds(record: Record, slo: Slo) -> bool:
-    """Whether a request was answered within all SLOs."""
+    """Return whether a request was answered within all SLOs."""
     if not record.is_ok:
         return False
     values_s = (ttft_s(record), max(itl_s(record), default=0.0), tpot_s(record) or 0.0, record.end_s - record.due_s)
@@ -72,8 +72,8 @@ def figures(records: Sequence[Record], slo: Slo, begin_s: float) -> dict[str, An
     """One round of one system at one point.
 
     Args:
-        records: of all client processes.
-        slo: that goodput counts by; without limits it is every answered request.
+        records: records of all client processes.
+        slo: SLOs that define goodput; without limits, every answered request counts.
         begin_s: when arrivals began.
 
     Returns:
@@ -118,7 +118,7 @@ def figures(records: Sequence[Record], slo: Slo, begin_s: float) -> dict[str, An
 
 
 def _steady(records: Sequence[Record], begin_s: float, end_s: float) -> dict[str, Any]:
-    """The steady streams, while requests arrived or were answered: ITL that ended then, and tokens."""
+    """Steady streams while requests arrived or were answered: ITLs that ended in that time, and tokens."""
     streams = [record for record in records if record.steady]
     if not streams:
         return {}
@@ -132,7 +132,7 @@ def _steady(records: Sequence[Record], begin_s: float, end_s: float) -> dict[str
 
 
 def examples(records: Sequence[Record]) -> dict[str, str]:
-    """For each kind of failure what was said first."""
+    """The first message of each kind of failure."""
     found: dict[str, str] = {}
     for record in records:
         if record.error and len(found) < _MAX_EXAMPLES:
@@ -141,18 +141,18 @@ def examples(records: Sequence[Record]) -> dict[str, str]:
 
 
 def is_client_limited(send_lag_p99_ms: float, loop_lag_p99_ms: float, cpu: float) -> bool:
-    """Whether the clients were too slow for the figures to be the server's.
+    """Return whether the clients were too slow for the figures to be the server's.
 
     Args:
         send_lag_p99_ms: how late requests of an open loop were sent; 0 in a closed one.
         loop_lag_p99_ms: how late the event loops noticed a timer.
-        cpu: of one core, by the busiest client process.
+        cpu: share of one core that the busiest client process used.
     """
     return max(send_lag_p99_ms, loop_lag_p99_ms) > LAG_LIMIT_MS or cpu > CPU_LIMIT
 
 
 def row_of(rounds: Sequence[dict[str, Any]], **names: Any) -> dict[str, Any]:
-    """One row: counts summed, all other numbers as the median over rounds with `_min` and `_max`."""
+    """Make one row: counts summed, all other numbers as the median over rounds with `_min` and `_max`."""
     row: dict[str, Any] = {**names, "rounds": len(rounds)}
     for key in dict.fromkeys(key for each in rounds for key in each):
         values = [each[key] for each in rounds if key in each]

@@ -1,4 +1,4 @@
-"""Requests to /v1/completions of an OpenAI endpoint, and what their streams say. aiohttp is the extra `bench`."""
+"""Sends requests to /v1/completions of an OpenAI endpoint, and reads their streams. aiohttp is the extra `bench`."""
 
 import importlib.util
 import json
@@ -27,9 +27,9 @@ class ServedSystem:
     """One endpoint under test.
 
     Attributes:
-        name: in rows.
-        url: without `/v1` and without a slash at the end.
-        model: that is asked for.
+        name: name in rows.
+        url: URL without `/v1` and without a slash at the end.
+        model: model to request.
     """
 
     name: str
@@ -55,7 +55,7 @@ class SseLines:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that are complete now.
+        """Return the payloads that are complete now.
 
         Raises:
             ValueError: a line has no end.
@@ -67,7 +67,7 @@ class SseLines:
 
 
 def note_event(record: Record, payload: bytes, now_s: float) -> bool:
-    """Note an event of a completion's stream; whether it was the last one.
+    """Record an event of a completion's stream; return whether it was the last one.
 
     Raises:
         ValueError: it is not what an OpenAI endpoint sends.
@@ -89,7 +89,7 @@ def note_event(record: Record, payload: bytes, now_s: float) -> bool:
 
 
 def judge(record: Record, is_complete: bool) -> None:
-    """Name what is wrong with a stream that has ended without an error."""
+    """Record what is wrong with a stream that ended without an error."""
     if record.error or record.cancelled:
         return
     if not is_complete:
@@ -101,10 +101,10 @@ def judge(record: Record, is_complete: bool) -> None:
 
 
 def body_of(planned: Planned, tokens: list[int], load: OfferedLoad, model: str) -> bytes:
-    """The JSON of a request: token ids, greedy, as long as asked whatever the model says.
+    """JSON body of a request: token ids, greedy, with exactly the requested length.
 
-    A tenant is named in `user`, and where it has no API key also in `cache_salt`, which Baton takes for the tenant and
-    other servers keep prefix caches apart by.
+    A tenant is named in `user` and, if it has no API key, also in `cache_salt`, which Baton treats as the tenant and by
+    which other servers separate prefix caches.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -126,12 +126,12 @@ class CompletionsClient:
     """Sends requests to one system; a context manager.
 
     Args:
-        system: the endpoint.
-        load: whose requests these are.
+        system: endpoint.
+        load: load that the requests belong to.
         keys: values of the environment variables that tenants name.
-        default_key: of requests whose tenant names none; None: none.
+        default_key: API key of requests whose tenant names none; None: none.
         clock: of the records.
-        body: makes a request's body.
+        body: function that makes a request's body.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class CompletionsClient:
         await self._session.close()
 
     async def send(self, planned: Planned, record: Record, on_first: Callable[[], None]) -> None:
-        """Send a request and note what comes; see `drive.Send`."""
+        """Send a request and record what arrives; see `drive.Send`."""
         import aiohttp
 
         try:
@@ -199,13 +199,13 @@ class CompletionsClient:
 
 
 def headers_of(key: str | None) -> dict[str, str]:
-    """Of a request with that API key."""
+    """Headers of a request with that API key."""
     found = {"Content-Type": "application/json", "Accept": "text/event-stream"}
     return found | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
 def open_session(timeout_s: float) -> "aiohttp.ClientSession":
-    """A session with as many connections as there are requests."""
+    """Open a session with as many connections as there are requests."""
     import aiohttp
 
     return aiohttp.ClientSession(
@@ -216,7 +216,7 @@ def open_session(timeout_s: float) -> "aiohttp.ClientSession":
 
 
 async def ask_once(system: ServedSystem, prompt: list[int], key: str | None, timeout_s: float) -> tuple[int, str]:
-    """One short completion outside of any measurement; HTTP status (0: no connection) and what was said."""
+    """Send one short completion outside any measurement; return HTTP status (0: no connection) and response text."""
     import aiohttp
 
     body = {"model": system.model, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -224,7 +224,7 @@ async def ask_once(system: ServedSystem, prompt: list[int], key: str | None, tim
 
 
 async def list_models(system: ServedSystem, key: str | None, timeout_s: float) -> tuple[int, str]:
-    """GET /v1/models; HTTP status (0: no connection) and the body or the error."""
+    """GET /v1/models; return HTTP status (0: no connection) and the body or the error."""
     import aiohttp
 
     return await _call("GET", f"{system.url}/v1/models", headers_of(key), timeout_s, aiohttp)

@@ -1,8 +1,8 @@
-"""Client processes: each sends its part of every point, and hands its records back.
+"""Client processes: each sends its part of every point, and returns its records.
 
-A point goes: the job; "ready" once bodies are built and the steady streams decode; the time at which arrivals begin;
-"arrived" once its arrivals have ended; "stop" once those of all processes have; the report. The monotonic clock is the
-host's, so one time means the same in all of them.
+The exchange for a point is: the job; "ready" once bodies are built and the steady streams decode; the time at which
+arrivals begin; "arrived" once the process's arrivals have ended; "stop" once those of all processes have; the report.
+The monotonic clock is the host's, so a time means the same in all processes.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ class ClientJob:
     """One process's part of one point at one system.
 
     Attributes:
-        system: that is measured.
-        load: of the workload.
-        key: which point, and which round.
+        system: system that is measured.
+        load: load of the workload.
+        key: point and round.
         process: index of this process.
-        num_processes: among which the point is divided.
-        vocab: token ids of prompts, both ends included.
+        num_processes: number of processes that share the point.
+        vocab: range of token ids of prompts, both ends included.
         keys: API keys by environment variable.
-        default_key: of requests whose tenant names none.
+        default_key: API key of requests whose tenant names none.
     """
 
     system: ServedSystem
@@ -57,12 +57,12 @@ class ClientJob:
 
 @dataclass(frozen=True, slots=True)
 class ClientReport:
-    """What a process saw.
+    """Observations of a process.
 
     Attributes:
-        records: of its requests.
+        records: records of its requests.
         loop_lag_p99_ms: how late its event loop noticed a timer from the first arrival to the end of the last.
-        cpu: of one core, in the same time.
+        cpu: share of one core used in the same time.
     """
 
     records: list[Record]
@@ -71,7 +71,7 @@ class ClientReport:
 
 
 class ClientProcesses:
-    """So many spawned processes; a context manager that ends them."""
+    """Spawned client processes; a context manager that ends them."""
 
     def __init__(self, num: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -103,7 +103,7 @@ class ClientProcesses:
         return len(self._pipes)
 
     def run(self, jobs: Sequence[ClientJob]) -> tuple[list[ClientReport], float]:
-        """One point, a job for each process; the reports, and when arrivals began.
+        """Run one point with a job for each process; return the reports, and when arrivals began.
 
         Raises:
             StepFailed: a process ended or failed.

@@ -68,10 +68,10 @@ def read_options(
     api_key_env: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ServeOptions:
-    """Check what was asked for, before anything starts.
+    """Check the options before anything starts.
 
     Raises:
-        ConfigInvalid: a value that does not exist or is out of range, or an API key that is not set.
+        ConfigInvalid: a value does not exist or is out of range, or an API key is not set.
         PackageMissing: aiohttp is not installed.
     """
     found = os.environ if environment is None else environment
@@ -102,10 +102,10 @@ def read_options(
 
 
 def read_vocab(text: str) -> tuple[int, int]:
-    """`LOW-HIGH`: the least and the greatest token id of prompts.
+    """Parse `LOW-HIGH`: the smallest and the largest token id of prompts.
 
     Raises:
-        ConfigInvalid: it is not that.
+        ConfigInvalid: it is not of that form.
     """
     match = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
     if match is None or not int(match[1]) < int(match[2]) <= MAX_VOCAB:
@@ -115,10 +115,10 @@ def read_vocab(text: str) -> tuple[int, int]:
 
 
 def read_systems(urls: Sequence[str]) -> list[ServedSystem]:
-    """`URL` or `NAME=URL` each; without a name it is the URL's host and port.
+    """Parse `URL` or `NAME=URL`; without a name it is the URL's host and port.
 
     Raises:
-        ConfigInvalid: there is none, one is no http(s) URL, or two have one name.
+        ConfigInvalid: there is none, one is not an http(s) URL, or two have the same name.
     """
     if not urls:
         raise ConfigInvalid("--url is wanted: [NAME=]http://HOST:PORT, once for each system", keys=["url"])
@@ -151,9 +151,9 @@ def bench_serve(
     """Measure; see `bench.result.result`.
 
     Args:
-        options: what.
-        note: told how it goes on.
-        save: given the result so far after every point.
+        options: options of the run.
+        note: called with progress.
+        save: called with the result so far after every point.
 
     Raises:
         StartupError: a system does not answer.
@@ -239,7 +239,7 @@ def _in_short(measured: dict[str, Any]) -> str:
 
 
 async def _probe(options: ServeOptions, note: Callable[[str], None]) -> list[ServedSystem]:
-    """The systems with their models, once each has answered a request."""
+    """Return the systems with their models, once each has answered a request."""
     first = options.workload.load[0]
     names = [tenant.api_key_env for tenant in first.tenants.values() if tenant.api_key_env]
     key = options.keys[names[0]] if names and options.default_key is None else options.default_key
@@ -268,15 +268,15 @@ def _refuse(system: ServedSystem, what: str, status: int, said: str) -> None:
 
 
 def choose_model(system: ServedSystem, body: str) -> ServedSystem:
-    """The system with the model that it is asked for: the one that was named, else the first one it has.
+    """Return the system with the model to request: the one that was named, else the first one it lists.
 
     Args:
-        system: whose answer it is.
-        body: of GET /v1/models.
+        system: system that answered.
+        body: body of GET /v1/models.
 
     Raises:
         ConfigInvalid: it has no such model.
-        StartupError: it is not what an OpenAI endpoint says.
+        StartupError: it is not the answer of an OpenAI endpoint.
     """
     names = [str(entry.get("id", "")) for entry in _models(system, body)]
     if system.model and system.model not in names:
@@ -285,10 +285,10 @@ def choose_model(system: ServedSystem, body: str) -> ServedSystem:
 
 
 def check_length(system: ServedSystem, workload: Workload, body: str) -> None:
-    """Check that every request fits into the model, as far as the system tells its length (`max_model_len`).
+    """Check that every request fits into the model, if the system states its length (`max_model_len`).
 
     Raises:
-        ConfigInvalid: a load has longer ones.
+        ConfigInvalid: a load has longer requests.
     """
     limits = [entry.get("max_model_len") for entry in _models(system, body) if entry.get("id") == system.model]
     limit = next((value for value in limits if isinstance(value, int)), None)
@@ -316,7 +316,7 @@ def _models(system: ServedSystem, body: str) -> list[dict[str, Any]]:
 
 
 def write_result(path: Path, data: dict[str, Any]) -> None:
-    """Write a result; one that is being read is never half written."""
+    """Write a result atomically, so that a reader never sees a partial one."""
     from baton.bench.result import replace_file
 
     replace_file(path, json.dumps(data, indent=1) + "\n")

@@ -1,6 +1,6 @@
-"""What is asked when: a pure function of the load, the seed and the process, so that every system gets the same.
+"""Which requests are sent when: a pure function of load, seed and process, so that every system gets the same.
 
-The whole point is drawn first and then divided, so that the number of processes changes nothing but who sends.
+The whole point is drawn first and then divided, so that the number of processes changes only who sends what.
 """
 
 import math
@@ -12,18 +12,18 @@ import numpy as np
 from baton.bench.serve.workload import Length, OfferedLoad
 
 _ARRIVALS, _STREAMS, _PREFIXES, _CONTENTS = range(4)
-_STREAM_REQUESTS: Final = 4096  # of a steady stream at most: no load lasts so long
+_STREAM_REQUESTS: Final = 4096  # maximum per steady stream; no load lasts longer
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Where in a run a point stands; the contents of prompts differ between rounds, those of prefixes do not.
+    """Identifies a point of a run; contents of prompts differ between rounds, those of prefixes do not.
 
     Attributes:
-        seed: of the run.
+        seed: seed of the run.
         load: index of the load in its file.
         point: index among its `clients` or `rate`.
-        round: of the run; -1 and below do not count.
+        round: round of the run; negative rounds do not count.
     """
 
     seed: int
@@ -32,7 +32,7 @@ class Key:
     round: int
 
     def rng(self, *parts: int) -> np.random.Generator:
-        """A generator for one purpose."""
+        """Make a generator for one purpose."""
         return np.random.default_rng([self.seed, self.load, self.point, self.round + (1 << 16), *parts])
 
 
@@ -41,8 +41,8 @@ class Prompt:
     """A prompt before its tokens are drawn.
 
     Attributes:
-        length: tokens, those of the prefix included.
-        content: seeds what is its own.
+        length: tokens, including those of the prefix.
+        content: seed of its own content.
         prefix: which of the load's prefixes it begins with; None: none.
     """
 
@@ -57,12 +57,12 @@ class Planned:
 
     Attributes:
         index: within the point, over all processes.
-        due_s: after the point's begin; None: as soon as the client's previous answer has ended (closed loop).
-        client: index over all processes of the client that sends it, in a closed loop; None in an open one.
-        prompt: what is sent.
+        due_s: time after the point's begin; None: as soon as the client's previous answer has ended (closed loop).
+        client: index, over all processes, of the client that sends it in a closed loop; None in an open one.
+        prompt: prompt to send.
         output_len: tokens of the answer.
-        cancel_after: the client goes away after so many tokens; None: it stays.
-        tenant: whose request it is; "" without tenants.
+        cancel_after: number of tokens after which the client cancels; None: never.
+        tenant: tenant of the request; "" without tenants.
     """
 
     index: int
@@ -75,9 +75,9 @@ class Planned:
 
 
 def schedule(load: OfferedLoad, key: Key, process: int = 0, num_processes: int = 1) -> list[Planned]:
-    """The requests of one process at one point of a load, in order of their due time.
+    """Return the requests of one process at one point of a load, in order of their due time.
 
-    Of an open loop process i has arrivals i, i + n, ...; of a closed loop clients i, i + n, ...
+    In an open loop, process i has arrivals i, i + n, ...; in a closed loop, clients i, i + n, ...
     """
     assert 0 <= process < num_processes
     rng = key.rng(_ARRIVALS)
@@ -109,7 +109,7 @@ def schedule(load: OfferedLoad, key: Key, process: int = 0, num_processes: int =
 
 
 def steady(load: OfferedLoad, key: Key, process: int = 0, num_processes: int = 1) -> list[list[Planned]]:
-    """The steady streams of one process: for each its first requests, which are repeated if they do not suffice."""
+    """Return the steady streams of one process: for each its first requests, which are repeated if too few."""
     if load.streams is None:
         return []
     rng = key.rng(_STREAMS)
@@ -127,7 +127,7 @@ def steady(load: OfferedLoad, key: Key, process: int = 0, num_processes: int = 1
 
 
 def draw(length: Length, num: int, rng: np.random.Generator) -> list[int]:
-    """So many lengths, in tokens."""
+    """Draw `num` lengths, in tokens."""
     if length.mean is None:
         return [int(value) for value in rng.integers(length.low, length.high + 1, size=num)]
     variance = math.log1p(length.cv**2)
@@ -136,14 +136,14 @@ def draw(length: Length, num: int, rng: np.random.Generator) -> list[int]:
 
 
 def tokens_of(prompt: Prompt, load: OfferedLoad, seed: int, load_index: int, vocab: tuple[int, int]) -> list[int]:
-    """The token ids of a prompt.
+    """Draw the token ids of a prompt.
 
     Args:
-        prompt: of the schedule.
-        load: it is of.
-        seed: of the run.
-        load_index: of the load in its file.
-        vocab: ids are drawn from low to high, both included.
+        prompt: prompt of the schedule.
+        load: load of the prompt.
+        seed: seed of the run.
+        load_index: index of the load in its file.
+        vocab: range of ids, both ends included.
     """
     own = np.random.default_rng([seed, load_index, *prompt.content])
     if prompt.prefix is None:

@@ -22,7 +22,7 @@ SHIPPED: Final = Path(__file__).parent / "workloads"
 MAX_LEN: Final = 1 << 20  # tokens of a prompt or an answer
 MAX_POINTS: Final = 32  # values of `clients` or `rate` in one load
 MAX_REQUESTS: Final = 1_000_000  # of one point, in expectation
-MAX_PROMPT_TOKENS: Final = 200_000_000  # of one point, in expectation: bodies are built before it starts
+MAX_PROMPT_TOKENS: Final = 200_000_000  # expected at one point; bodies are built before it starts
 MAX_SECONDS: Final = 86_400.0
 MAX_CLIENTS: Final = 1 << 16
 MAX_RATE: Final = 100_000.0
@@ -37,10 +37,10 @@ class Length:
     """A number of tokens: fixed (`low == high`), uniform in [low, high], or lognormal and clipped to it.
 
     Attributes:
-        low: the least value.
-        high: the greatest value.
-        mean: of the lognormal distribution before it is clipped; None: uniform.
-        cv: its coefficient of variation (standard deviation by mean).
+        low: minimum.
+        high: maximum.
+        mean: mean of the lognormal distribution before clipping; None: uniform.
+        cv: coefficient of variation (standard deviation divided by mean).
     """
 
     low: int
@@ -50,12 +50,12 @@ class Length:
 
     @property
     def expected(self) -> float:
-        """The mean, clipping left aside."""
+        """Mean, ignoring clipping."""
         return (self.low + self.high) / 2 if self.mean is None else self.mean
 
 
 def read_length(value: Any) -> Length:
-    """The length that a number, `[low, high]` or `{mean, cv, min, max}` means.
+    """Parse a number, `[low, high]` or `{mean, cv, min, max}` as a length.
 
     Raises:
         ValueError: it is none of these, or out of range.
@@ -109,7 +109,7 @@ Milliseconds = Annotated[float | None, BeforeValidator(_as_float), Field(gt=0, l
 
 
 class Prefixes(BaseModel):
-    """Beginnings that prompts share: `count` different ones of `len` tokens, chosen uniformly for each request."""
+    """Prefixes that prompts share: `count` different ones of `len` tokens, chosen uniformly for each request."""
 
     model_config = _STRICT
 
@@ -118,7 +118,7 @@ class Prefixes(BaseModel):
 
 
 class Cancel(BaseModel):
-    """The share of requests whose client goes away, and after how many tokens of the answer."""
+    """Share of requests that their client cancels, and after how many tokens of the answer."""
 
     model_config = _STRICT
 
@@ -136,7 +136,7 @@ class Tenant(BaseModel):
 
 
 class Streams(BaseModel):
-    """Steady streams beside the arrivals: each asks again as soon as its answer has ended."""
+    """Steady streams beside the arrivals: each sends its next request as soon as its answer has ended."""
 
     model_config = _STRICT
 
@@ -146,7 +146,7 @@ class Streams(BaseModel):
 
 
 class Slo(BaseModel):
-    """What a request must hold to count as goodput; milliseconds. `itl_ms` bounds its longest ITL."""
+    """SLOs that a request must meet to count as goodput, in milliseconds. `itl_ms` bounds its longest ITL."""
 
     model_config = _STRICT
 
@@ -157,12 +157,12 @@ class Slo(BaseModel):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is promised."""
+        """Whether there is no limit."""
         return all(limit is None for limit in (self.ttft_ms, self.itl_ms, self.tpot_ms, self.e2e_ms))
 
 
 class OfferedLoad(BaseModel):
-    """One `[[load]]`: an arrival process at one or more points, and what its requests are."""
+    """One `[[load]]`: an arrival process at one or more points, and its requests."""
 
     model_config = _STRICT
 
@@ -213,18 +213,18 @@ class OfferedLoad(BaseModel):
 
     @property
     def num_points(self) -> int:
-        """How many points are measured: one for each of `clients` or `rate`."""
+        """Number of measured points: one for each of `clients` or `rate`."""
         return len(self.clients or self.rate)
 
     @property
     def gap_cv(self) -> float:
-        """The coefficient of variation of the time between two arrivals."""
+        """Coefficient of variation of the time between two arrivals."""
         if self.cv is not None:
             return self.cv
         return 1.0 if self.burstiness is None else self.burstiness**-0.5
 
     def num_expected(self, point: int) -> float:
-        """How many requests a point has, in expectation; steady streams left aside."""
+        """Expected number of requests at a point, without steady streams."""
         if self.arrival == "closed":
             assert self.requests_per_client is not None
             return float(self.clients[point] * self.requests_per_client)
@@ -255,7 +255,7 @@ class Workload(BaseModel):
 
 
 def shipped() -> list[str]:
-    """The names of the workloads that come with Baton."""
+    """Names of the workloads that ship with Baton."""
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
