@@ -1,9 +1,9 @@
 """Baselines of Baton's kernels. None is a dependency: each is imported when a case asks for it.
 
-A function here or in `kernel_baselines_attention` and `kernel_baselines_gemm` returns a system or none: `{"fa3":
-[...]}`, or `{}` if the package cannot be imported, so that a case adds a baseline with one line, `**fa3(sets)`.
-Baselines get memory of their own if their layout differs from Baton's, and what vLLM prepares once for all layers of a
-step is prepared outside the calls. The result's `baselines` says which are available, and why others are not.
+A function here returns a system or none: `{"fa3": [...]}`, or `{}` if the package cannot be imported, so that a case
+adds a baseline with one line, `**fa3(sets)`. Baselines get memory of their own if their layout differs from Baton's,
+and what vLLM prepares once for all layers of a step is prepared outside the calls. The result's `baselines` says which
+are available, and why others are not.
 """
 
 import functools

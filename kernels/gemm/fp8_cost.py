@@ -27,7 +27,7 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12)
 _MIN_GROUPS = 3  # of a split
 _MAX_PROGRAMS = 300  # of a GEMM that is split
 _FEW_ROWS = 16  # up to here only the smallest tile is considered
-_MID_ROWS = 64  # beyond that, tiles of at least this many rows are considered
+_MID_ROWS = 64  # beyond that, tiles of up to this many rows, or up to M if larger, are considered
 
 
 @dataclass(frozen=True, slots=True)

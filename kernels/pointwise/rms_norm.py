@@ -84,7 +84,7 @@ def rms_norm_fused(
         gate_TD: the rows are multiplied by `silu(gate)` last (Qwen3-Next's gated norm).
         plus_one: multiply by 1 + w (Gemma, Qwen3-Next).
         wide_sum: normalise the sum as it was before rounding.
-        quantize: return float8 rows with a scale for each 128 columns (`fp8_groups`); D is a multiple of 128.
+        quantize: return float8 rows with a scale for each 128 columns (`quantize_fp8`); D is a multiple of 128.
         num_padded: with `quantize`, number of rows to return, at least T; those beyond T are zeros with scale 1.
         implementation: implementation to use.
 

@@ -60,7 +60,7 @@ def silu_mul_fused(
         gate_up: [T, 2 I], or [E, M, 2 I] with a mask, gate first; bfloat16, float16 or float32. Rows may be strided.
         num_rows_E: int32 or int64 [E], on the device: number of rows of each expert; more than M counts as M, less than
             0 as 0. Other rows are neither read nor written.
-        quantize: whether to return float8 rows with a scale for each 128 columns (`fp8_groups`); I is a multiple of
+        quantize: whether to return float8 rows with a scale for each 128 columns (`quantize_fp8`); I is a multiple of
             128.
         num_padded: with `quantize` and no mask, number of rows to return, at least T; those beyond T are zeros with
             scale 1.
