@@ -98,7 +98,7 @@ def _write_shard(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         begin, end = end, end + 2 * prod(shape)
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    block = bytes(byte & 0xBF for byte in os.urandom(_MIB))  # of any float with 8 bits of exponent: finite
+    block = bytes(byte & 0xBF for byte in os.urandom(_MIB))  # finite for any float with 8 exponent bits
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for at in range(0, end, _MIB):

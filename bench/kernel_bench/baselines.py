@@ -80,7 +80,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-_NUM_SEGMENTS = 16  # of the key positions, as vLLM splits them
+_NUM_SEGMENTS = 16  # segments that vLLM splits the key positions into
 _FULL_GRID = 128  # programs that need no split, as vLLM has it
 
 

@@ -96,7 +96,7 @@ def read_options(
 
 _WARM_SHARE = 0.4  # maximum share of the whole limit
 _RATES_LIMIT_S = 120.0
-_MAX_TRIES = 4  # of one row, each without the systems that ended earlier tries
+_MAX_TRIES = 4  # tries of one row, each without the systems that ended earlier ones
 
 Note = Callable[[str], None]
 

@@ -209,7 +209,7 @@ def _option(
     return {"BM": BM, "BN": BN, "OVERLAP": overlap, "AHEAD": ahead, **stages}
 
 
-# By head size above 128 or not. Registers decide: 64K of them hold one program of 8 warps with an overlapped tile of
+# By head size above 128 or not. Registers decide: 64K of them fit one program of 8 warps with an overlapped tile of
 # 128 x 128, or two of 4 warps with 64 x 64, whose turns overlap by themselves but read K and V twice as often.
 _CANDIDATES = {
     False: (

@@ -28,7 +28,7 @@ SHAPES = (
 _SMALL = (1, 4, 8, 16, 32, 64, 128)
 _LARGE = (1024, 4096)
 _LARGE_SHAPES = SHAPES[:4]
-_MIN_GROUPS = 4  # of 128 columns, in a split
+_MIN_GROUPS = 4  # minimum groups of 128 columns in a split
 
 
 @dataclass(frozen=True, slots=True)

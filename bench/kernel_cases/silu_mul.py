@@ -14,7 +14,7 @@ from baton.kernels.pointwise import silu_mul_triton
 from baton.kernels.pointwise.silu_mul import silu_mul_fused
 
 _ROWS = (1, 8, 64, 512, 2048, 8192)
-_NUM_EXPERTS, _EXPERT_ROWS = 128, 64  # of a masked batch, which is filled to an eighth
+_NUM_EXPERTS, _EXPERT_ROWS = 128, 64  # sizes of a masked batch, one eighth of which is filled
 
 
 def _num_bytes(num_rows: int, length: int, quantize: bool) -> int:

@@ -165,7 +165,7 @@ def _end_with_parent() -> None:
 async def _run(job: ClientJob, pipe: Connection) -> None:
     place = (job.load, job.key, job.process, job.num_processes)
     requests, streams = schedule(*place), steady(*place)
-    bodies = {planned.prompt: _body(job, planned) for planned in requests}  # those of streams are built when sent
+    bodies = {planned.prompt: _body(job, planned) for planned in requests}  # bodies of streams are built when sent
 
     def body(planned: Planned) -> bytes:
         return bodies.pop(planned.prompt, None) or _body(job, planned)
@@ -190,7 +190,7 @@ async def _run(job: ClientJob, pipe: Connection) -> None:
 
     gc.unfreeze()
     gc.collect()
-    gc.freeze()  # what is built by now need not be looked through while times are taken
+    gc.freeze()  # exempts what exists by now from garbage collection during the measurement
     async with CompletionsClient(job.system, job.load, job.keys, job.default_key, clock, body) as client:
         records = await Driver(client.send, clock).run(requests, streams, ready, arrived)
     lag_ms = 1e3 * percentile(sorted(lags_s), 0.99) if lags_s else 0.0

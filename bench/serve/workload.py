@@ -21,7 +21,7 @@ from baton.core.errors import ConfigInvalid
 SHIPPED: Final = Path(__file__).parent / "workloads"
 MAX_LEN: Final = 1 << 20  # tokens of a prompt or an answer
 MAX_POINTS: Final = 32  # values of `clients` or `rate` in one load
-MAX_REQUESTS: Final = 1_000_000  # of one point, in expectation
+MAX_REQUESTS: Final = 1_000_000  # expected at one point
 MAX_PROMPT_TOKENS: Final = 200_000_000  # expected at one point; bodies are built before it starts
 MAX_SECONDS: Final = 86_400.0
 MAX_CLIENTS: Final = 1 << 16

@@ -184,7 +184,7 @@ CONFIG = {
     "batch_invariant": True,
     "dtype": "float32",
     "max_num_batched_tokens": 128,
-    "local_prefill": "never",  # what it shows is the hand-over
+    "local_prefill": "never",  # the demo shows the hand-off
     "start_timeout_s": 60,
 }
 

@@ -27,8 +27,8 @@ from baton.kernels.attention.decode_triton import STRIDE_UNIT
 NAME = "attention_prefill_shares"  # in the tuned table
 _FP8 = torch.float8_e4m3fn
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", _FP8: "fp8"}
-_TILE_ROWS = 128  # of the kernels that do not split positions
-_MAX_PROGRAMS = 96  # of those kernels; up to here most multiprocessors are idle or starved of memory requests
+_TILE_ROWS = 128  # rows of a tile of the kernels that do not split positions
+_MAX_PROGRAMS = 96  # up to this many of their programs, most multiprocessors are idle or wait for memory
 _MAX_WIDE_PROGRAMS = 33  # the same for chunks of several of our tiles, whose matmuls are slower than theirs
 _MAX_HOPPER_PROGRAMS = 66  # the same where the Hopper kernel splits: two shares for each
 _OUR_ROWS = 64

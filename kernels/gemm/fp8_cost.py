@@ -24,8 +24,8 @@ from importlib import resources
 
 GROUP_LEN = 128
 SPLITS = (1, 2, 3, 4, 6, 8, 12)
-_MIN_GROUPS = 3  # of a split
-_MAX_PROGRAMS = 300  # of a GEMM that is split
+_MIN_GROUPS = 3  # minimum groups of a split
+_MAX_PROGRAMS = 300  # maximum programs of a split-K GEMM
 _FEW_ROWS = 16  # up to here only the smallest tile is considered
 _MID_ROWS = 64  # beyond that, tiles of up to this many rows, or up to M if larger, are considered
 

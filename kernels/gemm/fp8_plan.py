@@ -25,7 +25,7 @@ TABLES = ("gemm_fp8", "linear_fp8")
 SIZES = (8, 16, 32, 64, 128, 1024, 4096)  # tuned numbers of rows
 FEW_ROWS = 128  # up to here both tables are tuned, beyond it only "gemm_fp8"
 _NUM_PROGRAMS = 264  # two per multiprocessor of an H200
-_MIN_STEPS = 4  # of 128 columns, in a split
+_MIN_STEPS = 4  # minimum steps of 128 columns in a split
 _MAX_SPLITS = 16
 
 

@@ -12,8 +12,8 @@ MAX_TOKENS = 2
 GROUP_LEN = 128  # inputs must be a multiple of it
 MAX_INPUTS = 8192  # a program holds all columns of its rows at once
 _TWO_INPUTS = 4096  # the same for two tokens
-_TWO_ELEMENTS = 1 << 24  # of a weight with padded columns, for two tokens
-_FP8_ELEMENTS = {1: 1 << 23, 2: 1 << 22}  # of a float8 weight including padding, by number of tokens
+_TWO_ELEMENTS = 1 << 24  # maximum elements of a weight with padded columns, for two tokens
+_FP8_ELEMENTS = {1: 1 << 23, 2: 1 << 22}  # maximum elements of a float8 weight with padding, by tokens
 _LEAST_COLUMNS = 512
 
 

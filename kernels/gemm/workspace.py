@@ -10,7 +10,7 @@ import torch
 
 from baton.kernels.arguments import require
 
-MAX_TILES: Final = 16_384  # of a split-K launch; each tile has a counter
+MAX_TILES: Final = 16_384  # maximum tiles of a split-K launch; each has a counter
 
 
 class GemmWorkspace:
