@@ -14,14 +14,14 @@ from typing import Any, Protocol
 from baton.core import inside
 
 CALL_LIMIT_S = 300.0
-# Every process sees all GPUs: CUDA IPC opens a peer's memory on the opener's own device.
+# Every process sees all GPUs, because CUDA IPC opens a peer's memory on the opener's own device.
 ENVIRONMENT = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-# A Ray of our own asks for a token, and listens on loopback alone: Ray takes that for an oversight unless it may not be
-# part of a cluster.
+# A private Ray requires a token and listens on loopback only, which Ray treats as a mistake unless it is told that it is
+# not part of a cluster.
 LOOPBACK = {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "AUTOSCALER_METRIC_PORT": "-1"}
 
 

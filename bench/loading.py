@@ -3,12 +3,13 @@
     python -m baton.bench.loading --json                     # 4 GiB on this machine's CPU, or its GPU
     python -m baton.bench.loading --json --against FOLDER    # and by another tree, whose namespace is FOLDER
 
-It writes shards of bfloat16 in the shape of Qwen3-8B with a small vocabulary and as many layers as fill them. Every
-measurement has a process of its own, in turns: a plain read of all files into 16 MiB that are kept, the reader of this
-tree into memory that is kept (what it can give a device, and a CPU whose pages have been touched), and the loads of
-`LOADS`. Imports and the start of the GPU are not timed. The page cache is warm, unless `--cold` empties it of the files
-before each. `gb_per_s` counts the bytes of the files that the case needs, `of_plain` is its ratio to the plain read of
-its round, `beside_mib` the peak of resident memory above that before the load and the tensors that are left.
+It writes bfloat16 shards in the shape of Qwen3-8B, with a small vocabulary and as many layers as fill them. Every
+measurement has a process of its own, in turns: a plain read of all files into a reused buffer of 16 MiB, this tree's
+reader into reused memory (the rate at which it can feed a device, or a CPU whose pages have been touched), and the
+loads of `LOADS`. Imports and GPU initialization are not timed. The page cache is warm, unless `--cold` evicts the files
+before each measurement. `gb_per_s` counts the bytes of the files that the case needs, `of_plain` is its ratio to the
+plain read of the same round, and `beside_mib` is the peak of resident memory above that before the load and the tensors
+that remain.
 """
 
 import argparse

@@ -111,12 +111,12 @@ def _flags(names: tuple[str, ...] | None, *, condition: str, has_panels: bool) -
 def _registered(app: typer.Typer, flags: Callable[[], Iterator[inspect.Parameter]]) -> Callable[[Command], Command]:
     def register(command: Command) -> Command:
         class KeyedCommand(TyperCommand):
-            """The command; it has its flags from when they are first asked for."""
+            """The command, whose flags are added when they are first needed."""
 
             _has_flags = False
 
             def get_params(self, ctx: Any) -> Any:
-                """Those of the function, with the flags before --json."""
+                """Return the function's parameters, with the flags before --json."""
                 if not self._has_flags:
                     alone = typer.Typer(add_completion=False)
                     alone.command()(extended(command, list(flags()), before="json"))

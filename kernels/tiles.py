@@ -47,7 +47,7 @@ def has_cpu_rules(device: torch.device) -> bool:
 
 
 def row_tile(device: torch.device) -> int:
-    """Rows of one tile; rows are padded with zeros to a multiple of it."""
+    """Return the number of rows of one tile; rows are padded with zeros to a multiple of it."""
     return 16 if has_cpu_rules(device) else 64
 
 

@@ -1,7 +1,7 @@
 """What a TP group of ranks costs: the decision message, and decode steps of a model that is cut over the ranks.
 
-`python -m baton.bench.decode_bench.tp_group --json` on a machine with two GPUs (or with `--device cpu`, over gloo).
-Every rank is a process; they meet as a worker's ranks do, and rank 0 tells the others its plan over the same socket.
+Run `python -m baton.bench.decode_bench.tp_group --json` on a machine with two GPUs (or with `--device cpu`, over gloo).
+Every rank is a process. The ranks form a group as a worker's ranks do, and rank 0 sends its plans over the same socket.
 """
 
 import argparse

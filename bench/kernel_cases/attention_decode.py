@@ -224,7 +224,7 @@ def cases() -> list[KernelCase]:
 
 _MANY = 16  # lengths may be ragged from this many sequences on
 _RAGGED_LEN = 4096  # and from this context on
-# tile, rows (0: as many as there are, padded), swap, stages, warps, programs of a multiprocessor
+# tile, rows (0: as many as there are, padded), swap, stages, warps, programs per multiprocessor
 _TILES: Mapping[tuple[int, bool], Sequence[tuple[int, int, bool, int, int, int]]] = {
     (128, False): (
         (64, 0, True, 3, 4, 2), (64, 0, True, 2, 4, 3), (128, 0, True, 2, 4, 1), (128, 0, True, 3, 8, 1),
@@ -237,7 +237,7 @@ _TILES: Mapping[tuple[int, bool], Sequence[tuple[int, int, bool, int, int, int]]
     (128, True): ((64, 0, False, 3, 4, 3), (64, 0, True, 3, 4, 3), (64, 64, False, 3, 4, 2)),
     (256, True): ((32, 0, False, 3, 4, 3), (64, 0, False, 3, 8, 1)),
 }  # fmt: skip
-# Direct forms of float8 by rows and D: tile, stages, warps, programs of a multiprocessor, and what else they say.
+# Float8 kernels that widen in registers, by rows and D: tile, stages, warps, programs per multiprocessor, and more.
 _DIRECT: Mapping[tuple[int, int], Sequence[tuple[int, int, int, int, Mapping[str, object]]]] = {
     (16, 128): (
         (64, 3, 4, 3, {"direct": 1, "apart": True, "registers": 168}),
@@ -277,14 +277,14 @@ _DIRECT: Mapping[tuple[int, int], Sequence[tuple[int, int, int, int, Mapping[str
     ),
 }
 _LONG = 1 << 20  # positions x sequences x KV heads, from which on a launch is long
-# Divided by work: which of `_TILES`, and programs of a multiprocessor that are wanted. More than it holds at once are
-# as many rounds of shorter shares, of which the last leaves less idle.
+# Split-KV work partitions: index into `_TILES`, and target programs per multiprocessor. More programs than run at once
+# mean several rounds of shorter shares, whose last round leaves less idle.
 _BY_WORK: Mapping[int, Sequence[tuple[int, int]]] = {
     128: ((0, 2), (0, 4), (0, 6), (0, 8), (0, 12), (4, 4), (4, 6), (4, 8), (5, 8), (6, 6)),
     256: ((0, 3), (0, 6), (2, 6), (2, 9), (4, 1), (4, 3), (4, 6)),
 }
-# Of long launches by rows and D, and the size from which on: tile, rows, swap, stages, warps, programs of a
-# multiprocessor, and the longest part (0: divided by work).
+# For long launches, by rows and D, the smallest size, and: tile, rows, swap, stages, warps, programs per
+# multiprocessor, and the longest part (0: split-KV work partition).
 _LONG_FORMS: Mapping[tuple[int, int], tuple[int, Sequence[tuple[int, int, bool, int, int, int, int]]]] = {
     (16, 256): (
         1 << 19,

@@ -210,7 +210,7 @@ def _option(
 
 
 # By head size above 128 or not. Registers decide: 64K of them fit one program of 8 warps with an overlapped tile of
-# 128 x 128, or two of 4 warps with 64 x 64, whose turns overlap by themselves but read K and V twice as often.
+# 128 x 128, or two of 4 warps with 64 x 64, which overlap each other but read K and V twice as often.
 _CANDIDATES = {
     False: (
         _option(128, 128, 8, 2, overlap=True),
@@ -246,7 +246,7 @@ def _warp_specialized(
     return {"GROUPS": groups, "BN": BN, "STAGES": num_stages, **ways}
 
 
-# Of the form for Hopper. Shared memory decides: the queries and two tiles of K and V take 160 KiB, or 192 KiB.
+# For the Hopper kernel. Shared memory decides: the queries and two tiles of K and V take 160 KiB, or 192 KiB.
 _WARP_SPECIALIZED = {
     False: (
         _warp_specialized(128, 2),
@@ -275,8 +275,8 @@ _WARP_SPECIALIZED = {
 }
 
 
-# Of chunks that are divided by work, by head size above 128 or not: tile, rows (0: as many as there are, padded),
-# K and V on the left, stages, warps, and programs of a multiprocessor that are wanted.
+# For chunks whose positions are split, by head size above 128 or not: tile, rows (0: as many as there are, padded),
+# whether K and V are the left operands, stages, warps, and target programs per multiprocessor.
 _SHARES: Mapping[bool, Sequence[tuple[int, int, bool, int, int, int]]] = {
     False: (
         (64, 0, False, 3, 4, 1), (64, 0, False, 3, 4, 2), (128, 0, False, 2, 4, 1), (32, 0, False, 4, 4, 2),
@@ -287,7 +287,7 @@ _SHARES: Mapping[bool, Sequence[tuple[int, int, bool, int, int, int]]] = {
         (32, 32, False, 3, 4, 2), (64, 32, True, 3, 8, 1),
     ),
 }  # fmt: skip
-# The same of the form for Hopper: its turns, and programs.
+# The same for the Hopper kernel: its options, and target programs.
 _HOPPER_SHARES = ((False, 1), (True, 1), (False, 2), (True, 2))
 
 

@@ -151,9 +151,9 @@ def _warp_specialized(BM: int, BN: int, stages: int, workers: int, depth: int, *
     return GemmPlan(swap=swap, BM=BM, BN=BN, stages=stages, workers=workers, depth=depth)
 
 
-# Tiles to choose from, by the rows that they are for: of the form for Hopper alone, whose stages are either all that a
-# multiprocessor has place for, or half of it, so that programs of the next launch may be there already. What was tuned
-# before stands in the table, and is one more.
+# Tiles to choose from, by the rows that they are for, of the Hopper kernel only. Their stages fill a multiprocessor's
+# shared memory, or half of it, so that programs of the next launch can be resident already. The plan tuned before, which
+# is in the table, is one more candidate.
 _TILES: Mapping[int, Sequence[GemmPlan]] = {
     **dict.fromkeys(
         (8, 16),

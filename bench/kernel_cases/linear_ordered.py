@@ -14,8 +14,8 @@ from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.gemm.linear import linear_ordered
 from baton.kernels.gemm.linear_ordered_triton import NAME
 
-# Outputs, inputs and slices: of an 8B model with Q, K and V, of their output, gate and up, down, the head; of a 30B's
-# attention and router.
+# Outputs, inputs and slices: an 8B model's QKV, attention output, gate and up, down, and LM head; a 30B's attention and
+# router.
 SHAPES = (
     (6144, 4096, 2), (4096, 4096, 8), (24_576, 4096, 2), (4096, 12_288, 8), (151_936, 4096, 2),
     (5120, 2048, 2), (2048, 4096, 8), (128, 2048, 2),

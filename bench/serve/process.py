@@ -137,7 +137,7 @@ class ClientProcesses:
 
 
 def serve(pipe: Connection) -> None:
-    """A client process: jobs until the pipe closes."""
+    """Run a client process: do jobs until the pipe closes."""
     import uvloop
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when it is over

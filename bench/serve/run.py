@@ -27,19 +27,19 @@ _PROBE_S: Final = 120.0  # a first request may compile kernels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What is measured; made by `read_options`.
+    """Options of a run, made by `read_options`.
 
     Attributes:
-        workload: the loads.
-        systems: the endpoints, in the order of their turns.
+        workload: loads to measure.
+        systems: endpoints, in the order of their turns.
         rounds: how often every point is measured at every system.
-        warmup: rounds before them that do not count.
-        processes: client processes.
-        vocab: token ids of prompts, both ends included.
-        seed: of schedules and prompts.
-        pause_s: between two measurements.
+        warmup: further rounds before them that do not count.
+        processes: number of client processes.
+        vocab: range of token ids of prompts, both ends included.
+        seed: seed of schedules and prompts.
+        pause_s: pause between two measurements.
         keys: API keys by environment variable.
-        default_key: of requests whose tenant names none.
+        default_key: API key of requests whose tenant names none; None: none.
     """
 
     workload: Workload

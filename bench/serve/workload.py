@@ -295,7 +295,7 @@ def check_workload(values: Mapping[str, Any], where: str = "workload") -> Worklo
 
 
 def api_keys(workload: Workload, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Each named environment variable's value.
+    """Read the API key of each environment variable that tenants name.
 
     Raises:
         ConfigInvalid: one is not set, is empty, or cannot be a header's value.
@@ -306,7 +306,7 @@ def api_keys(workload: Workload, environment: Mapping[str, str] | None = None) -
 
 
 def read_key(name: str, environment: Mapping[str, str]) -> str:
-    """An API key from an environment variable.
+    """Read an API key from an environment variable.
 
     Raises:
         ConfigInvalid: it is not set, is empty, or cannot be a header's value.

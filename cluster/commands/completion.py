@@ -20,7 +20,7 @@ SECOND = ("retry_ms", "draft_ms", "transfer_ms", "verification_ms", "admission_m
 
 
 def waterfall_data(stats: inference_pb2.RequestStats) -> dict[str, Any]:
-    """JSON-able: `first` and, if there was one, `second`; each with `parts`, `sum_ms`, `total_ms` and `gap`."""
+    """Return JSON-able data: `first` and, if present, `second`; each with `parts`, `sum_ms`, `total_ms` and `gap`."""
     parts = {name: getattr(stats, name) for name in FIRST}
     data: dict[str, Any] = {"shared_clock": stats.shared_clock, "first": _closed(parts, stats.ttft_ms)}
     if stats.HasField("second"):
@@ -56,7 +56,7 @@ class CompletionArguments:
     more: Mapping[str, Any] = field(default_factory=dict)  # other fields of SamplingParams, by name
 
     def chosen_seed(self) -> int:
-        """The seed given, else 0 for greedy requests (which never draw), else a random one."""
+        """Return the given seed, else 0 for greedy requests (which never draw), else a random one."""
         if self.seed is not None:
             return self.seed
         return 0 if self.temperature == 0 else secrets.randbits(RANDOM_SEED_BITS)
