@@ -20,8 +20,8 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-# A private Ray requires a token and listens on loopback only, which Ray treats as a mistake unless it is told that it is
-# not part of a cluster.
+# A private Ray requires a token and listens on loopback only, which Ray treats as a mistake unless it is told that it
+# is not part of a cluster.
 LOOPBACK = {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "AUTOSCALER_METRIC_PORT": "-1"}
 
 

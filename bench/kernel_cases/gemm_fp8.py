@@ -152,8 +152,8 @@ def _warp_specialized(BM: int, BN: int, stages: int, workers: int, depth: int, *
 
 
 # Tiles to choose from, by the rows that they are for, of the Hopper kernel only. Their stages fill a multiprocessor's
-# shared memory, or half of it, so that programs of the next launch can be resident already. The plan tuned before, which
-# is in the table, is one more candidate.
+# shared memory, or half of it, so that programs of the next launch can be resident already. The plan tuned before,
+# which is in the table, is one more candidate.
 _TILES: Mapping[int, Sequence[GemmPlan]] = {
     **dict.fromkeys(
         (8, 16),

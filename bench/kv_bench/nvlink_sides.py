@@ -371,8 +371,8 @@ class PrefillSide:
         events: list[torch.cuda.Event] = []
         pushed, start_s = 0, time.monotonic()
         incoming = 0
-        # With a rate, push layer by layer, as prefill does. Without one, launch once per transfer, because layer by layer
-        # the host would be the bottleneck, and the data path would idle between launches.
+        # With a rate, push layer by layer, as prefill does. Without one, launch once per transfer, because layer by
+        # layer the host would be the bottleneck, and the data path would idle between launches.
         step = 1 if gbps else NUM_LAYERS
         while not self._stop.is_set():
             if credited and incoming - self._words.word(VERIFIED_SLOT) >= WINDOW:
