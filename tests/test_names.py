@@ -303,3 +303,45 @@ def test_no_two_classes_share_a_name():
             for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(), re.MULTILINE):
                 found.setdefault(name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests")
+REFERENCE = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.[A-Za-z_]\w*)+)(?<!safetensors)`")
+
+
+def is_there(reference):
+    """Whether a module has that path, and in it stands what is named of it."""
+    parts = reference.split(".")
+    for count in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:count])
+        module = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        if module.is_file():
+            text = module.read_text()
+            return all(re.search(rf"\b{name}\b", text) for name in parts[count:])
+    return False
+
+
+def test_prose_names_modules_that_exist():
+    """Comments, docstrings and texts: modules move, and what is said of them stays behind."""
+    found = []
+    for path in files("*.py"):
+        name = str(path.relative_to(ROOT))
+        if not name.startswith("tests/") and not path.stem.endswith(GENERATED):
+            for each in set(REFERENCE.findall(prose_of(path.read_text()) if "`" in path.read_text() else "")):
+                found += [] if is_there(each) else [f"{name}: {each}"]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("reference", "found"),
+    [
+        ("kernels.gemm", True),
+        ("kernels.gemm.linear", True),
+        ("kernels.gemm.linear.linear_vector", True),
+        ("kernels.gemm.linear_vector", False),
+        ("kernels.gemm.linear.linear_gone", False),
+        ("engine.gone", False),
+    ],
+)
+def test_a_module_that_is_gone_is_seen(reference, found):
+    assert is_there(reference) is found

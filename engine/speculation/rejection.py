@@ -11,7 +11,7 @@ The random numbers of a step are keyed by its *first* position and numbered by d
 own position, the next step would draw the same numbers again, after a block's verdict had already depended on them, and
 that would bias the next verdict.
 
-The rules are those of `kernels.sampling.draft_chances`.
+The rules are those of `kernels.sampling.draft_rows`.
 
 If ranks share a vocabulary, each has the probabilities of its own tokens, and they exchange only sums (of the softmax,
 of residual weights) and probabilities of drafts. These sums round differently from those of a whole row, by about 1e-16

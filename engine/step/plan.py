@@ -4,7 +4,7 @@ A plan is an *operation* on slots and blocks (`Place`, `Release`, `Grow`, `Save`
 or a `Step`. Ranks execute plans in the order in which rank 0 made them, so all ranks hold the same slots, block tables
 and expert maps. Blocks are numbered across the pools of all ranks, if each rank has its own (`kvcache.rank_blocks`).
 The numbers of the plan kinds are fixed, and the number of a deleted kind is not reused. Numbers from 64 on belong to
-the KV sender (`prefill_worker.tp_group_messages`); `plan_codec` turns messages into bytes.
+the KV sender (`prefill_worker.tp_group`); `plan_codec` turns messages into bytes.
 """
 
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ the other. Of the tile that reaches past the sequence's end V comes by ordinary 
 lies there may be NaN, which weights of zero would not take away. K needs no such care, its scores are masked.
 
 Chunks with too few tiles of rows for a GPU have their positions divided, too (`launch_shares`): then a program does the
-pieces of one share after another (`kernels.attention.shares`), of one tile of rows and one KV head.
+pieces of one share after another (`kernels.attention.short_chunks`), of one tile of rows and one KV head.
 
 Source: Shah et al. 2024 (FlashAttention-3), section 3. It needs bfloat16 or float16 KV in blocks of 16 or more, and is
 written in Gluon, which Triton's interpreter cannot run: `fits` says where it may be used.

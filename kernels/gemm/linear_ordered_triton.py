@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The kernel of `kernels.gemm.linear_ordered`: the inner dimension of a GEMM is added in one order at every size.
+"""The kernel of `linear_ordered`: the inner dimension of a GEMM is added in one order at every size.
 
 The inner dimension is cut into 1, 2, 4 or 8 equal slices. A slice is added step by step in the tensor cores, the slices
 as a balanced tree in float32. How many neighbouring slices a program adds, and how many are left to a second launch,

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The kernel of `kernels.gemm.linear_split`: a GEMM of few tokens and few outputs.
+"""The kernel of `linear_split`: a GEMM of few tokens and few outputs.
 
 Such a GEMM takes as long as reading the weight, if there are enough programs to read it; tiles of 64 rows are too
 few. So the inner dimension is split among programs, and whichever of a tile comes last adds the parts, in the order of

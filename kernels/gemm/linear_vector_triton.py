@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The kernel of `kernels.gemm.linear_vector`: a GEMM of one or two tokens, without tensor cores.
+"""The kernel of `linear_vector`: a GEMM of one or two tokens, without tensor cores.
 
 Such a GEMM takes as long as reading the weight. A program has all columns of a few rows of it, so there are no parts
 to add, and asks for them before it waits for the launch before: they are in its registers, or on their way there, when

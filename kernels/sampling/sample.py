@@ -1,8 +1,8 @@
 """Samples one token per sequence without sorting: temperature, min-p, top-k, top-p, then Gumbel noise.
 
-What remains after each cut, and the order of cuts, are those of `engine.sampling.sampler` and
-`engine.sampling.truncation`: min-p first, then the k likeliest, of these the smallest set that reaches p; equal tokens
-in order of ids. The token is a function of the row, its parameters, seed, choice and position.
+What remains after each cut, and the order of cuts, are those of `engine.sampling.sampler`: min-p first, then the k
+likeliest, of these the smallest set that reaches p; equal tokens in order of ids. The token is a function of the row,
+its parameters, seed, choice and position.
 
 There are three launches: the scan, which splits rows among programs; the bounds, left out if nothing is cut
 (`bounds_triton` says how they are found); and the decision.

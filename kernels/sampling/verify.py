@@ -1,7 +1,7 @@
 """Decides which drafts of a batch are accepted, and the token after them, in at most four launches.
 
 The verification laws, and what is drawn from what, are those of `engine.speculation.verify`,
-`engine.speculation.rejection` and `engine.speculation.synthetic`; a batch may mix them. A draft is accepted if it
+`engine.speculation.rejection` and `engine.speculation.verifiers`; a batch may mix them. A draft is accepted if it
 matches the target's own choice (its likeliest token, or its draw by Gumbel noise), or by rejection sampling (Leviathan
 et al., 2023; as a block: Sun et al., 2024), or because a benchmark prescribes it. The launches are the scan; the bounds
 of top-k, top-p and min-p, if any sequence may have them; sums of residual probabilities, if any drafts were drawn from
