@@ -94,6 +94,14 @@ REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("an architecture that is not implemented", {"architectures": ["GemmaForCausalLM"]}),
     ("a window that bites", {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}),
     ("Qwen2's window", {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}),
+    (
+        "Qwen2.5-1M beyond its first chunk",
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "dual_chunk_attention_config": {"chunk_size": 8192, "local_size": 512},
+            "max_position_embeddings": 16384,
+        },
+    ),
     ("AWQ, GPTQ", {"quantization_config": {"quant_method": "awq", "bits": 4}}),
     ("NF4", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}),
     ("biases of the MLP", {"mlp_bias": True}),
