@@ -118,34 +118,37 @@ REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
 HEAD = """# Models
 <!-- scripts/models_doc.py writes this file from the tests -->
 
-`baton check DIR` says in a second or two what a directory would run as, or why it cannot. A cell is `yes` where the
-tests of its column hold for the family: logits within 1e-9 of transformers' in float64 at 1, 2 and 4 ranks, greedy
-texts equal to `transformers.generate`, every float8 layout, and tokens that neither tensor parallelism, hand-off,
-preemption nor drafts change. CUDA graphs, the prefix cache, `--kv-cache-dtype fp8` and `--batch-invariant` do not ask
-which family a model is of; with them a model of experts computes batch-invariant steps by torch. A test holds every
-family to as few operations of torch in a layer as Qwen3.
+`baton check DIR` reports in a second or two what a directory would run as, or why it cannot. A cell is `yes` if the
+tests of its column pass for the family: logits within 1e-9 of transformers' in float64 on 1, 2 and 4 ranks, greedy texts
+equal to `transformers.generate`, every float8 layout, and tokens that do not change with tensor parallelism, hand-off,
+preemption or drafts. CUDA graphs, the prefix cache, `--kv-cache-dtype fp8` and `--batch-invariant` do not depend on the
+family; with `--batch-invariant`, torch computes the MoE layers. A test requires that every family uses as few torch
+operations per layer as Qwen3.
 
 """
 TAIL = """
-Rope types: default, linear, dynamic, llama3, yarn, each beyond the original context. MTP needs a checkpoint that has
-such a head; EAGLE-3 a drafter of the model (`--draft-model`). Tool calls and thoughts follow the chat template, not
-the family: [openai.md](openai.md). `CONTRIBUTING.md` says which files another family takes.
+Supported rope types: default, linear, dynamic, llama3 and yarn, each beyond the original context. YaRN lengthens the
+model's context if config.json names the original length. MTP needs a checkpoint that has an MTP head; EAGLE-3 needs a
+drafter for the model (`--draft-model`). Tool calls and reasoning follow the chat template, not the family
+([openai.md](openai.md)). `CONTRIBUTING.md` lists the files that another family takes. Kimi-K2 is published without a
+tokenizer.json; the error says how to convert its tiktoken.model.
 
-Qwen3.5 and Qwen3-Next keep a recurrent state for each sequence (gated delta nets). It is handed over, digested and
-preempted like KV, and drafts need no undo. Their logits are held to transformers' at 1 and 2 ranks; the number of ranks
-divides `linear_num_key_heads`. Cached prefixes are those with a checkpoint of that state: the third prompt of several
-that begin alike finds it, with `--state-checkpoint-interval` the second, up to a multiple of that. Of eight groups of
-eight prompts (1,500 tokens shared, 700 of their own, in turn) 48 hit with room for 12 checkpoints, 56 with 32 at an
-interval of 1,024 or 40 at 512. `baton check` says what one takes: 90 MiB of the 35B's shape. On a GPU Triton kernels
-compute them (`kernels/delta_net/`), and CUDA graphs replay steps that decode; steps with chunks are launched kernel by
-kernel. Of a multimodal directory the text is served.
+**Qwen3.5 and Qwen3-Next** keep a recurrent state per sequence (gated delta nets). The state is handed off, digested and
+preempted like KV, and rejected drafts need no undo. Their logits are tested against transformers' on 1 and 2 ranks; the
+number of ranks must divide `linear_num_key_heads`. A cached prefix needs a checkpoint of the state: the third of several
+prompts with a common beginning finds one, or with `--state-checkpoint-interval` the second, up to a multiple of that
+interval. Of eight groups of eight prompts (1,500 shared tokens, 700 of their own, in turn), 48 hit with room for 12
+checkpoints, and 56 with 32 at an interval of 1,024 or 40 at 512. `baton check` reports the size of a checkpoint: 90 MiB
+for the 35B shape. On a GPU, Triton kernels compute these layers (`kernels/delta_net/`) and CUDA graphs replay decode
+steps; in steps with chunks they are launched between the graphs' pieces. Of a multimodal directory the text model is
+served.
 
-DeepSeek-V3 and Kimi-K2 keep one row of latents a position, whole at every rank (`kernels/mla/latent_rows.py`). Decode
-rows attend to latents as they lie (`kernels/mla/decode.py`), prompts to keys and values that each layer makes of them
-(`kernels/mla/prefill.py`), on a GPU by Triton and Gluon kernels, and CUDA graphs replay decode steps; sizes that no
-kernel is made for are torch's, and `baton check` says so. `--kv-cache-dtype fp8` is refused, and `--batch-invariant` is
-computed by torch, as for GLM-4.5. Logits of both are held to transformers' at 1 and 2 ranks. An MTP head's copies of
-embedding and LM head are not read, once samples of them were found to be the trunk's.
+**DeepSeek-V3 and Kimi-K2** keep one row of latents per position, whole on every rank (`kernels/mla/latent_rows.py`).
+Decode rows attend to the latents directly (`kernels/mla/decode.py`). Prompts attend to keys and values that each layer
+expands from them (`kernels/mla/prefill.py`). On a GPU, Triton and Gluon kernels compute both, and CUDA graphs replay
+decode steps. Torch computes sizes that have no kernel, and `baton check` says so. `--kv-cache-dtype fp8` is refused.
+Torch computes `--batch-invariant`, as for GLM-4.5. Logits of both families are tested against transformers' on 1 and 2
+ranks. An MTP head's copies of the embedding and the LM head are not read once samples show that they equal the trunk's.
 
 ## What is refused
 In the sentence that `baton check` and `baton serve` give, before anything is loaded.
