@@ -119,11 +119,11 @@ HEAD = """# Models
 <!-- scripts/models_doc.py writes this file from the tests -->
 
 `baton check DIR` reports in a second or two what a directory would run as, or why it cannot. A cell is `yes` if the
-tests of its column pass for the family: logits within 1e-9 of transformers' in float64 on 1, 2 and 4 ranks, greedy texts
-equal to `transformers.generate`, every float8 layout, and tokens that do not change with tensor parallelism, hand-off,
-preemption or drafts. CUDA graphs, the prefix cache, `--kv-cache-dtype fp8` and `--batch-invariant` do not depend on the
-family; with `--batch-invariant`, torch computes the MoE layers. A test requires that every family uses as few torch
-operations per layer as Qwen3.
+tests of its column pass for the family: logits within 1e-9 of transformers' in float64 on 1, 2 and 4 ranks, greedy
+texts equal to `transformers.generate`, every float8 layout, and tokens that do not change with tensor parallelism,
+hand-off, preemption or drafts. CUDA graphs, the prefix cache, `--kv-cache-dtype fp8` and `--batch-invariant` do not
+depend on the family; with `--batch-invariant`, torch computes the MoE layers. A test requires that every family uses as
+few torch operations per layer as Qwen3.
 
 """
 TAIL = """
@@ -135,13 +135,13 @@ tokenizer.json; the error says how to convert its tiktoken.model.
 
 **Qwen3.5 and Qwen3-Next** keep a recurrent state per sequence (gated delta nets). The state is handed off, digested and
 preempted like KV, and rejected drafts need no undo. Their logits are tested against transformers' on 1 and 2 ranks; the
-number of ranks must divide `linear_num_key_heads`. A cached prefix needs a checkpoint of the state: the third of several
-prompts with a common beginning finds one, or with `--state-checkpoint-interval` the second, up to a multiple of that
-interval. Of eight groups of eight prompts (1,500 shared tokens, 700 of their own, in turn), 48 hit with room for 12
-checkpoints, and 56 with 32 at an interval of 1,024 or 40 at 512. `baton check` reports the size of a checkpoint: 90 MiB
-for the 35B shape. On a GPU, Triton kernels compute these layers (`kernels/delta_net/`) and CUDA graphs replay decode
-steps; in steps with chunks they are launched between the graphs' pieces. Of a multimodal directory the text model is
-served.
+number of ranks must divide `linear_num_key_heads`. A cached prefix needs a checkpoint of the state: the third of
+several prompts with a common beginning finds one, or with `--state-checkpoint-interval` the second, up to a multiple of
+that interval. Of eight groups of eight prompts (1,500 shared tokens, 700 of their own, in turn), 48 hit with room for
+12 checkpoints, and 56 with 32 at an interval of 1,024 or 40 at 512. `baton check` reports the size of a checkpoint: 90
+MiB for the 35B shape. On a GPU, Triton kernels compute these layers (`kernels/delta_net/`) and CUDA graphs replay
+decode steps; in steps with chunks they are launched between the graphs' pieces. Of a multimodal directory the text
+model is served.
 
 **DeepSeek-V3 and Kimi-K2** keep one row of latents per position, whole on every rank (`kernels/mla/latent_rows.py`).
 Decode rows attend to the latents directly (`kernels/mla/decode.py`). Prompts attend to keys and values that each layer
