@@ -78,7 +78,7 @@ class ServeConfig(BaseModel):
     )
     served_model_name: tuple[str, ...] = _model(
         (),
-        "name for clients, the first in answers; may be given several times",
+        "model name for clients; repeat it for aliases, answers have the first",
         unset="the directory's",
         metavar="name",
         vllm="--served-model-name",
@@ -86,11 +86,14 @@ class ServeConfig(BaseModel):
         max_length=64,
     )
     load_format: LoadFormatName = _model(
-        "auto", "dummy draws random weights, for speed tests", vllm="--load-format", router=True
+        "auto", "dummy makes random weights, for speed tests", vllm="--load-format", router=True
     )
     dtype: DTypeName = _model("auto", "auto is bfloat16 on a GPU, float32 on a CPU", vllm="--dtype")
     quantization: Quantization = _model(
-        Quantization.NONE, "of weights; fp8 is e4m3, made at load", vllm="--quantization", strict=False
+        Quantization.NONE,
+        "weight quantization; fp8 (e4m3) quantizes while loading",
+        vllm="--quantization",
+        strict=False,
     )
     max_model_len: int | None = _model(
         None,
@@ -122,24 +125,24 @@ class ServeConfig(BaseModel):
     tp_prefill: Literal[1, 2, 4, 8] = _parallel(1, "ranks per prefill worker, each a GPU or a CPU process")
     tp_decode: Literal[1, 2, 4, 8] = _parallel(1, "ranks per decode worker, each a GPU or a CPU process")
     enable_expert_parallel: bool = _parallel(
-        False, "ranks hold different experts, whole, instead of a part of each", vllm="--enable-expert-parallel"
+        False, "give each rank whole experts instead of a slice of every expert", vllm="--enable-expert-parallel"
     )
     enable_dp_attention: bool = _parallel(
-        False, "of models with latents: each sequence's KV and attention are at one rank of its decode worker"
+        False, "MLA models: keep each sequence's KV and attention on one rank of its decode worker"
     )
     enable_eplb: bool = _parallel(
-        False, "whole experts move between ranks while they serve, by load", vllm="--enable-eplb"
+        False, "move whole experts between ranks by load, while serving", vllm="--enable-eplb"
     )
     num_redundant_experts: int = _parallel(
         0,
-        "with --enable-eplb, further copies of experts that a layer's ranks hold",
+        "extra copies of hot experts per layer, with --enable-eplb",
         vllm="--eplb-config (num_redundant_experts)",
         ge=0,
         le=4096,
     )
     eplb_step_interval: int = _parallel(
         3000,
-        "steps from one reading of the load of experts to the next",
+        "steps between two readings of the experts' load",
         metavar="steps",
         vllm="--eplb-config (step_interval)",
         ge=1,
@@ -150,7 +153,7 @@ class ServeConfig(BaseModel):
 
     speculative_method: Literal["auto", "mtp", "eagle3", "ngram", "none"] | None = _drafts(
         None,
-        "ngram looks drafts up in the text so far; auto: that, the head or none, as measured",
+        "ngram looks up drafts in the text so far; auto picks ngram, the head or none by measurement",
         unset="by --draft-model or MTP head, if any",
         vllm="--speculative-config (method)",
     )
@@ -172,7 +175,7 @@ class ServeConfig(BaseModel):
     )
     prompt_lookup_max: int = _drafts(
         4,
-        "ngram: last tokens that are compared",
+        "ngram: compare up to this many last tokens",
         metavar="tokens",
         ge=1,
         le=MAX_MATCH_LEN,
@@ -180,14 +183,14 @@ class ServeConfig(BaseModel):
     )
     prompt_lookup_min: int = _drafts(
         2,
-        "ngram: last tokens that must agree",
+        "ngram: at least this many last tokens must match",
         metavar="tokens",
         ge=1,
         le=MAX_MATCH_LEN,
         vllm="--speculative-config (prompt_lookup_min)",
     )
     verification: Literal["coupled", "rejection"] = _drafts(
-        "coupled", "of drafts: the tokens as without drafts, or only their distribution"
+        "coupled", "coupled keeps the tokens of decoding without drafts, rejection only their distribution"
     )
     draft_sample_method: Literal["probabilistic", "greedy"] = _drafts(
         "probabilistic",
@@ -197,7 +200,7 @@ class ServeConfig(BaseModel):
 
     gpu_memory_utilization: float = _kv(
         0.9,
-        "of a GPU's memory for its workers: weights, KV, buffers",
+        "share of each GPU's memory for weights, KV and buffers",
         metavar="share",
         vllm="--gpu-memory-utilization",
         gt=0,
@@ -218,10 +221,10 @@ class ServeConfig(BaseModel):
         strict=False,
     )
     block_size: Literal[16, 32, 64] = _kv(16, "positions per KV block", vllm="--block-size")
-    prefix_cache: bool = _kv(True, "keep the KV of prompts for those that begin alike", vllm="--enable-prefix-caching")
+    prefix_cache: bool = _kv(True, "reuse the KV of prompts with a common prefix", vllm="--enable-prefix-caching")
     state_checkpoint_interval: int = _kv(
         0,
-        "of models with state: a cached prefix every so many tokens of a prompt; 0: at its end, and where prompts part",
+        "recurrent models: checkpoint the state every so many prompt tokens; 0: at the end and where prompts diverge",
         metavar="tokens",
         vllm="--mamba-block-size",
         ge=0,
@@ -235,8 +238,8 @@ class ServeConfig(BaseModel):
         ge=0,
         le=1 << 14,
     )
-    overcommit: bool = _kv(True, "admit more than the KV cache can finish, preempting when it is full")
-    transport: TransportName = _kv("auto", "KV data path; auto takes the best that each pair proves")
+    overcommit: bool = _kv(True, "admit more requests than the KV cache can finish; preempt when it is full")
+    transport: TransportName = _kv("auto", "how KV travels; auto takes the best that each pair of workers proves")
     kv_digest: bool = _kv(True, "digest KV end to end; off, sockets check crc32c instead")
 
     max_num_seqs: int | None = _schedule(
@@ -266,11 +269,11 @@ class ServeConfig(BaseModel):
         "", "batch sizes to capture: 1,2,4", unset="by itself", metavar="sizes", vllm="--cudagraph-capture-sizes"
     )
     routing: RoutingName = _schedule(
-        "prefix", "workers by cost with what is cached where, by load alone, or by turns", router=True
+        "prefix", "prefix counts cached prefixes in the cost; least_cost ignores caches", router=True
     )
     local_prefill: LocalPrefillName = _schedule(
         "auto",
-        "whether decode workers compute prompts; auto: where that costs less, or no prefill worker can",
+        "let decode workers compute prompts; auto: where that is cheaper, or no prefill worker can",
         router=True,
     )
 
@@ -310,10 +313,10 @@ class ServeConfig(BaseModel):
         vllm="--tool-call-parser",
         router=True,
     )
-    json_whitespace: bool = _ports(False, "let JSON answers have white space between tokens")
+    json_whitespace: bool = _ports(False, "allow white space in JSON answers")
     allowed_origins: str = _ports(
         "",
-        "web pages that may call by HTTP, by commas; * is any (CORS)",
+        "comma-separated origins that may call over HTTP (CORS); * allows any",
         unset="none",
         metavar="origins",
         vllm="--allowed-origins",
@@ -322,14 +325,14 @@ class ServeConfig(BaseModel):
 
     max_queue_len: int | None = _limits(
         None,
-        "requests the router holds; more are refused",
+        "most requests the router holds; it refuses more",
         unset="by deadlines and memory",
         ge=1,
         le=100_000,
     )
     max_wait_s: float | None = _limits(
         None,
-        "requests that would wait longer are refused",
+        "refuse requests that would wait longer",
         unset="their deadline",
         metavar="seconds",
         gt=0,
@@ -340,14 +343,14 @@ class ServeConfig(BaseModel):
     )
     shutdown_grace_s: float = _limits(
         25.0,
-        "after SIGTERM open streams may finish within this",
+        "grace for open streams after SIGTERM",
         metavar="seconds",
         vllm="--shutdown-timeout",
         ge=0,
         le=MAX_TIMEOUT_S,
     )
     start_timeout_s: float = _limits(
-        600.0, "workers must report within this", router=False, metavar="seconds", gt=0, le=MAX_TIMEOUT_S
+        600.0, "time limit for workers to report", router=False, metavar="seconds", gt=0, le=MAX_TIMEOUT_S
     )
     canary_idle_s: float = _limits(
         30.0,
@@ -356,28 +359,28 @@ class ServeConfig(BaseModel):
         ge=0,
         le=MAX_TIMEOUT_S,
     )
-    migration: bool = _limits(True, "streams that lose a worker go on at others")
-    max_migrations: int = _limits(2, "times that one answer may move", ge=1, le=8)
+    migration: bool = _limits(True, "continue streams on other workers when theirs is lost")
+    max_migrations: int = _limits(2, "most migrations of one answer", ge=1, le=8)
     migration_wait_s: float = _limits(
-        30.0, "a stream waits this long for workers to go on with", metavar="seconds", ge=0, le=MAX_TIMEOUT_S
+        30.0, "how long a stream waits for workers to continue on", metavar="seconds", ge=0, le=MAX_TIMEOUT_S
     )
     drain_grace_s: float = _limits(
         10.0,
-        "streams of a drained worker move after this",
+        "migrate streams of a drained worker after this",
         metavar="seconds",
         ge=0,
         le=MAX_TIMEOUT_S,
     )
     quarantine_deaths: int = _limits(
-        2, "refuse a request that was at so many worker deaths, 2 or more; 0: none", ge=0, le=8
+        2, "refuse a request present at this many worker deaths (2 or more); 0 disables", ge=0, le=8
     )
     quarantine_s: float = _limits(
         600.0, "how long such a request is refused", metavar="seconds", gt=0, le=MAX_TIMEOUT_S
     )
 
-    log_format: LogFormat = _logs("text", "of every process's log; json is one object a line")
+    log_format: LogFormat = _logs("text", "log format of every process; json writes one object per line")
     log_requests: bool = _logs(
-        False, "a line for each request: ids, counts and times, no content", vllm="--enable-log-requests"
+        False, "log one line per request: ids, counts and times, no content", vllm="--enable-log-requests"
     )
     trace_file: str = _logs("", "append spans to this file: OTLP as JSON lines", metavar="file")
     trace_endpoint: str = _logs(
@@ -386,7 +389,9 @@ class ServeConfig(BaseModel):
         metavar="URL",
         vllm="--otlp-traces-endpoint",
     )
-    trace_share: float = _logs(1.0, "of requests to trace, where clients leave it open", metavar="share", ge=0, le=1)
+    trace_share: float = _logs(
+        1.0, "share of requests to trace if the client does not decide", metavar="share", ge=0, le=1
+    )
 
     secret_file: str = _security(
         "", "the deployment's secret; made if not there", unset="another one at each start", metavar="file"
