@@ -14,7 +14,6 @@ from pydantic.json_schema import models_json_schema
 
 from baton.core.requests.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
     MAX_STOP_STRING_LEN,
@@ -26,6 +25,7 @@ from baton.core.requests.sampling import (
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.chats import BatchRequest
 from baton.router.openai.completions import CompletionRequest
+from baton.router.openai.limits import MAX_BAD_TEXTS
 from baton.router.openai.messages import CountTokensRequest, MessagesRequest
 from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED
 from baton.router.openai.responses import ResponsesRequest
@@ -431,7 +431,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Schema]]] = {
     "allowed_token_ids": {
         "array": {"minItems": 1, "maxItems": MAX_ALLOWED_TOKEN_IDS, "items": {"type": "integer", "minimum": 0}}
     },
-    "bad_words": {"array": {"maxItems": MAX_BAD_WORDS}},
+    "bad_words": {"array": {"maxItems": MAX_BAD_TEXTS}},
     "logit_bias": {
         "object": {
             "maxProperties": MAX_LOGIT_BIASES,

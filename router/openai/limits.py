@@ -24,6 +24,7 @@ from baton.core.requests.sampling import (
 MAX_BYTES: Final = 1 << 30  # for a text bounded only by the body's own limit
 MAX_NAME_LEN: Final = 256
 MAX_BAD_WORD_CHARS: Final = 256
+MAX_BAD_TEXTS: Final = MAX_BAD_WORDS // 2  # each is two token sequences: at the start of a text, and after a space
 MAX_MESSAGES: Final = 1 << 14
 MAX_PARTS: Final = 1 << 12  # in a message's content
 MAX_TOOLS: Final = 1024
@@ -49,7 +50,7 @@ StopStrings = Annotated[
 StopTokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
 AllowedTokenIds = Annotated[list[int], Field(max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)]
 BadWords = Annotated[
-    list[Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]], Field(max_length=MAX_BAD_WORDS, fail_fast=True)
+    list[Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]], Field(max_length=MAX_BAD_TEXTS, fail_fast=True)
 ]
 TokenKey = Annotated[str, Field(max_length=32)]
 LogitBias = Annotated[dict[TokenKey, float], Field(max_length=MAX_LOGIT_BIASES, fail_fast=True)]

@@ -6,7 +6,9 @@ import openai
 import pytest
 
 from baton.core.requests.answer_structure import AnswerStructure
+from baton.core.requests.sampling import MAX_BAD_WORDS
 from baton.proto import inference_pb2
+from baton.router.openai.limits import MAX_BAD_TEXTS
 from baton.tests.router.fakes import TOKENIZER
 from baton.tests.router.openai.served import CHATML, MAX_MODEL_LEN, MODEL, prompt_of, sent_to, served
 
@@ -90,6 +92,16 @@ async def test_a_stream_with_its_usage():
         assert counts == sorted(counts)
         assert (counts[0], counts[-1]) == (0, 11)
         assert all(chunk.usage is None for chunk in await streamed(client))
+
+
+async def test_as_many_bad_words_are_taken_as_the_document_says():
+    """Each is two token sequences, of which a request has so many at most."""
+    words = [f"w{number}" for number in range(MAX_BAD_TEXTS + 1)]
+    async with served() as (running, client):
+        await chat(client, max_tokens=1, extra_body={"bad_words": words[:-1]})
+        assert len(sent_to(running)[0].sampling.bad_words) == MAX_BAD_WORDS
+        with pytest.raises(openai.BadRequestError, match=f"bad_words.*{MAX_BAD_TEXTS}"):
+            await chat(client, max_tokens=1, extra_body={"bad_words": words})
 
 
 @pytest.mark.long

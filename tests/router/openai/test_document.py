@@ -20,6 +20,7 @@ from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from baton.router.openai.document import LIMITS, openapi_document
 from baton.router.openai.front import HttpConfig
+from baton.router.openai.limits import MAX_BAD_TEXTS
 from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED
 from baton.tests.router.fakes import TOKENIZER
 from baton.tests.router.openai.served import MODEL, served
@@ -62,7 +63,7 @@ NUMBERS = {
     "presence_penalty": ("in [-2, 2]", sampling.MAX_ADDED_PENALTY),
     "stop": ("up to 16 strings", sampling.MAX_STOP_STRINGS),
     "logit_bias": ("up to 1,024 tokens, -100 to 100", (sampling.MAX_LOGIT_BIASES, sampling.MAX_LOGIT_BIAS)),
-    "bad_words": ("up to 128 and 4,096", (sampling.MAX_BAD_WORDS, sampling.MAX_ALLOWED_TOKEN_IDS)),
+    "bad_words": ("up to 64 and 4,096", (MAX_BAD_TEXTS, sampling.MAX_ALLOWED_TOKEN_IDS)),
     "top_logprobs": ("up to 20", (sampling.MAX_LOGPROBS, MAX_TOP_LOGPROBS)),
     "cache_salt": ("up to 256 characters", MAX_TENANT_LEN),
     "request_id": ("up to 128 characters", MAX_REQUEST_ID_LEN),
