@@ -267,7 +267,7 @@ def test_grammars_of_requests_in_line_are_compiled_once(tiny_model, tiny_tokeniz
 
 
 def test_a_grammar_that_compiles_no_more_ends_its_own_request(tiny_model, tiny_tokenizer, tiny_prompts, monkeypatch):
-    """Whatever is raised, and whoever is served beside it."""
+    """Whatever is raised, and whatever is served beside it."""
     engine = engine_of(tiny_model, tiny_tokenizer, 2)
     requests = requests_for(tiny_prompts, 2, "sampled", (None, SPECS["regex"]), max_tokens=16)
     [plain] = engine.generate(requests[:1])

@@ -125,13 +125,13 @@ def test_an_offer_that_breaks_its_opener_is_refused_as_others_are(openers, caplo
     nvlink.problem = "there is no GPU"
 
     def fail(offer, epoch, host_id):
-        raise AssertionError(f"nobody thought of {offer.data_path}")
+        raise AssertionError(f"no one foresaw {offer.data_path}")
 
     shm.open = fail
     choice = DataPathChooser("auto", openers, FakeTransport()).choose("a", 5, "here", ALL)
     assert choice.data_path == "raw"
-    assert "nobody thought of shm" in dict(choice.refused)["shm"]
-    assert "nobody thought of shm" in caplog.text
+    assert "no one foresaw shm" in dict(choice.refused)["shm"]
+    assert "no one foresaw shm" in caplog.text
 
 
 @pytest.mark.parametrize("policy", ["shm", "nvlink", "nixl"])

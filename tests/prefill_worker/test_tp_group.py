@@ -42,7 +42,7 @@ def test_an_abort_comes_to_every_rank_that_was_told_of_the_grant(crosses):
     own.grant(KEY)
     if crosses:
         push.abort(KEY, "cancelled")
-        assert not channel.told, "nobody knows of it yet"
+        assert not channel.told, "no rank knows of it yet"
     assert push.poll() == [Granted(KEY, None)]
     if not crosses:
         push.abort(KEY, "cancelled")

@@ -261,7 +261,7 @@ def test_a_worker_gives_no_orders_to_the_router(clock, version, caplog):
     router, honest, evil = Router(clock), Worker(), Worker("decode-1", epoch=2)
     exchange(router, honest, evil)
     evil.kept = commands(version=version)
-    router.desired_state.adopt(evil.kept, "decode-1")  # nobody has asked for it
+    router.desired_state.adopt(evil.kept, "decode-1")  # the router has not asked for it
     exchange(router, honest, evil)
     assert (router.admission.limit, router.scale.request, router.blamed()) == (64, None, [])
     assert not router.migration.drains.incarnations()
