@@ -60,7 +60,7 @@ class RankKernels:
         """Launch one kernel, or two where layers come from staging memory; the last one raises the flag."""
         piece = self._piece(wanted)
         answer = self._completion(wanted.flag, wanted.sequence)
-        layer = self._layers[wanted.layer]
+        layer = self._layers[wanted.layers[0]]
         ids = self._launches.ids(tuple(layer.blocks_of(table.blocks, table.state_slot, piece.first + piece.count)))
         workspace = self._launches.workspace(piece.first + piece.count)
         if wanted.staging.blocks:
@@ -87,8 +87,7 @@ class RankKernels:
                         rank=0,
                         flag=SCRATCH_SLOT,
                         sequence=0,
-                        layer=index,
-                        num_layers=1,
+                        layers=(index,),
                         first=0,
                         count=0,
                         staging=block,
@@ -98,14 +97,13 @@ class RankKernels:
                 )
 
     def _piece(self, wanted: DigestWanted) -> ScatterRange:
-        layer = self._layers[wanted.layer]
+        layer = self._layers[wanted.layers[0]]
         return ScatterRange(
-            layer=wanted.layer,
+            layers=wanted.layers,
             first=wanted.first,
             count=wanted.count,
             head_first=layer.head_first,
             head_count=layer.num_heads,
-            num_layers=wanted.num_layers,
         )
 
     def _completion(self, slot: int, sequence: int) -> WriteCompletion:

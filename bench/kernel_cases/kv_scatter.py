@@ -65,12 +65,11 @@ class _Move:
         self.to_indices = torch.randperm(shape.num_blocks, device=device)
         self.to_blocks = self.to_indices.int()
         self.piece = ScatterRange(
-            layer=0,
+            layers=tuple(range(shape.num_layers)),
             first=0,
             count=shape.num_blocks * _BLOCK_SIZE,
             head_first=0,
             head_count=shape.num_heads,
-            num_layers=shape.num_layers,
         )
 
     def launch(self, num_programs: int, *, with_digest: bool) -> Call:

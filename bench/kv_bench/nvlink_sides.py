@@ -32,7 +32,7 @@ from baton.kernels.kv.scatter import PoolAddress, ScatterRange, ScatterWorkspace
 
 RESULT_SLOTS = 2048  # from here on: digests that this side computed
 WAIT_S = 30.0
-ALL_LAYERS = ScatterRange(layer=0, first=0, count=SET_BLOCKS * 16, head_first=0, head_count=8, num_layers=NUM_LAYERS)
+ALL_LAYERS = ScatterRange(layers=tuple(range(NUM_LAYERS)), first=0, count=SET_BLOCKS * 16, head_first=0, head_count=8)
 
 
 class DecodeSide:
@@ -292,12 +292,13 @@ class PrefillSide:
             source, target = self._ids(source_blocks(turn, count)), self._ids(target_blocks(turn, count))
             pieces = {
                 "layers": [
-                    ScatterRange(layer=0, first=0, count=1024, head_first=0, head_count=8, num_layers=NUM_LAYERS)
+                    ScatterRange(layers=tuple(range(NUM_LAYERS)), first=0, count=1024, head_first=0, head_count=8)
                 ],
-                "long": [ScatterRange(layer=turn % 36, first=0, count=36864, head_first=0, head_count=8)],
-                "few": [ScatterRange(layer=turn % 36, first=0, count=1024, head_first=0, head_count=8)],
+                "long": [ScatterRange(layers=(turn % 36,), first=0, count=36864, head_first=0, head_count=8)],
+                "few": [ScatterRange(layers=(turn % 36,), first=0, count=1024, head_first=0, head_count=8)],
                 "each": [
-                    ScatterRange(layer=n, first=0, count=1024, head_first=0, head_count=8) for n in range(NUM_LAYERS)
+                    ScatterRange(layers=(n,), first=0, count=1024, head_first=0, head_count=8)
+                    for n in range(NUM_LAYERS)
                 ],
             }[form]
             start, end = self._begin(3000 if form == "each" else 200)
@@ -310,7 +311,7 @@ class PrefillSide:
     def push_checked(self, turn: int, tuning: tuple[int, int, int]) -> list[int]:
         """Push 64 blocks of every layer, compare what arrived bit by bit, and return the digests."""
         source, target = source_blocks(turn, SET_BLOCKS), target_blocks(turn, SET_BLOCKS)
-        piece = ScatterRange(layer=0, first=0, count=1024, head_first=0, head_count=8, num_layers=NUM_LAYERS)
+        piece = ScatterRange(layers=tuple(range(NUM_LAYERS)), first=0, count=1024, head_first=0, head_count=8)
         with torch.cuda.stream(self._stream):
             self._launch(self._ids(source), self._ids(target), piece, 0, Tuning(*tuning), True)
         self._stream.synchronize()
@@ -332,7 +333,7 @@ class PrefillSide:
         main = torch.cuda.Stream(self._device)
         time.sleep(FIRE_AFTER_S)  # until the other side watches
         for turn in range(rounds):
-            piece = ScatterRange(layer=turn % NUM_LAYERS, first=0, count=1024, head_first=0, head_count=8)
+            piece = ScatterRange(layers=(turn % NUM_LAYERS,), first=0, count=1024, head_first=0, head_count=8)
             with torch.cuda.stream(main):
                 torch.cuda._sleep(1000 * CYCLES_PER_US)
                 mark[(1,)](self._pinned.address + Words.offset_bytes(1), turn + 1)
@@ -382,7 +383,9 @@ class PrefillSide:
                 if gbps:
                     due_s = start_s + pushed * layer_bytes / gbps / 1e9
                     time.sleep(max(0.0, due_s - time.monotonic()))
-                piece = ScatterRange(layer=layer, first=0, count=1024, head_first=0, head_count=8, num_layers=step)
+                piece = ScatterRange(
+                    layers=tuple(range(layer, layer + step)), first=0, count=1024, head_first=0, head_count=8
+                )
                 with torch.cuda.stream(self._stream):
                     where = slot_of(incoming, layer)
                     self._launch(

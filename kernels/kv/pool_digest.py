@@ -1,4 +1,4 @@
-"""The digest of KV in a pool on a device: all layers of a range in one launch, on a few multiprocessors.
+"""The digest of KV in a pool on a device: layers of one shape in one launch, on a few multiprocessors.
 
 It equals what `kernels.kv.digest` and `kv_scatter` compute for the same content. The result is a row of words in memory
 that the caller names; comparing is up to the caller.

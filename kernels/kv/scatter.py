@@ -13,18 +13,23 @@ what blocks mean or who may write them.
 Shapes: L layers, N blocks, H heads, P parts, S positions of a block, W words of a row.
 """
 
+import functools
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from baton.kernels.copies import to_device
 from baton.kernels.kv import scatter_triton as kv_scatter_triton
 from baton.kernels.kv.digest import MASK, PERIOD, high_weight, layer_weight, low_weight, weight, word_weight
+from baton.kernels.launcher import Constants
 
 WORD_BYTES = kv_scatter_triton.WORD_BYTES
+LAYER_COLUMNS = kv_scatter_triton.LAYER_COLUMNS
 MAX_LAYERS = 256  # per launch
+MAX_KEPT_TABLES = 256  # of layers, on the device
 ALIGNMENT_BYTES = 16
 
 
@@ -77,14 +82,13 @@ class PoolAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScatterRange:
-    """Positions [first, first + count) of some heads of layers [layer, layer + num_layers), all of one shape."""
+    """Positions [first, first + count) of some heads of layers that have one shape, in any order."""
 
-    layer: int
+    layers: tuple[int, ...]
     first: int
     count: int
     head_first: int
     head_count: int
-    num_layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class WriteCompletion:
-    """Where a launch reports that it is done: `1 + num_layers` words at `address`, with the digests from the second on.
+    """Where a launch reports that it is done: words at `address`, from the second on the digest of each layer.
 
     `sequence` is written to the first word after everything else. The device must be able to write the address, which
     is usually in pinned host memory.
@@ -129,6 +133,27 @@ class ScatterWorkspace:
         high = [weight((2 << 60) + stretch) for stretch in range(-(-max_len // PERIOD))]
         table = [value - (1 << 64) if value >> 63 else value for value in low + high]
         self.weights = to_device(torch.tensor(table, dtype=torch.int64), device)
+        self._device = device
+        self._tables: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
+
+    def layer_table(self, source: PoolAddress, target: PoolAddress, layers: Sequence[int]) -> torch.Tensor:
+        """Return int64 [L, 3] on the device: each layer's number, and where it begins in either pool, in words."""
+        numbers: list[int] = []
+        for layer in layers:
+            offsets = (pool.layers[layer].offset_bytes // WORD_BYTES for pool in (source, target))
+            numbers += layer, *offsets
+        key = tuple(numbers)
+        table = self._tables.get(key)
+        if table is None:
+            _check_layers(source, layers)
+            _check_layers(target, layers)
+            table = to_device(torch.tensor(numbers, dtype=torch.int64).view(-1, LAYER_COLUMNS), self._device)
+            self._tables[key] = table
+            if len(self._tables) > MAX_KEPT_TABLES:
+                self._tables.popitem(last=False)
+        else:
+            self._tables.move_to_end(key)
+        return table
 
 
 def kv_scatter(
@@ -171,26 +196,21 @@ def move(
     with_digest: bool,
 ) -> None:
     """Launch the kernel for `kv_scatter`, or without a target for `kv_digest`."""
-    here = source.layers[piece.layer]
-    there = here if target is None else target.layers[piece.layer]
+    here = source.layers[piece.layers[0]]
+    there = here if target is None else target.layers[piece.layers[0]]
     assert (here.row_bytes, here.num_parts) == (there.row_bytes, there.num_parts)
     to = source if target is None else target
-    _check_piece(source, to, piece, workspace)
-    constants = kv_scatter_triton.tile_of(here, there, piece.head_count * here.num_parts, tuning)
-    constants |= {"COPY": target is not None, "DIGEST": with_digest}
-    kv_scatter_triton.move_kernel[(tuning.num_programs,)](
+    _check_piece(here, there, piece, workspace)
+    assert source.address % ALIGNMENT_BYTES == to.address % ALIGNMENT_BYTES == 0
+    arguments = (
         source.address,
         source_blocks,
-        here.offset_bytes // WORD_BYTES,
-        _layer_words(source.layers, piece),
         piece.head_first - here.head_first,
         to.address,
         target_blocks,
-        there.offset_bytes // WORD_BYTES,
-        _layer_words(to.layers, piece),
         piece.head_first - there.head_first,
-        piece.layer,
-        piece.num_layers,
+        workspace.layer_table(source, to, piece.layers),
+        len(piece.layers),
         piece.first,
         piece.count,
         piece.head_first,
@@ -199,28 +219,48 @@ def move(
         workspace.sums,
         completion.address,
         completion.sequence,
-        **constants,
     )
+    constants = _constants(
+        _Rows.of(here), _Rows.of(there), piece.head_count * here.num_parts, tuning, target is not None, with_digest
+    )
+    kv_scatter_triton.launch_move((tuning.num_programs,), arguments, constants)
 
 
-def _check_piece(source: PoolAddress, target: PoolAddress, piece: ScatterRange, workspace: ScatterWorkspace) -> None:
-    for shape in (source.layers[piece.layer], target.layers[piece.layer]):
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What of a layer's shape a kernel is compiled for."""
+
+    num_heads: int
+    num_parts: int
+    rows_per_block: int
+    row_bytes: int
+
+    @staticmethod
+    def of(layer: LayerShape) -> "_Rows":
+        """Take it from a layer."""
+        return _Rows(layer.num_heads, layer.num_parts, layer.rows_per_block, layer.row_bytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(here: _Rows, there: _Rows, num_pairs: int, tuning: Tuning, copy: bool, digest: bool) -> Constants:
+    """Return the constants of a launch, kept so that `Launcher` knows them again."""
+    constants: dict[str, Any] = kv_scatter_triton.tile_of(here, there, num_pairs, tuning)
+    return Constants(constants | {"COPY": copy, "DIGEST": digest})
+
+
+def _check_piece(here: LayerShape, there: LayerShape, piece: ScatterRange, workspace: ScatterWorkspace) -> None:
+    for shape in (here, there):
         assert shape.head_first <= piece.head_first
         assert piece.head_first + piece.head_count <= shape.head_first + shape.num_heads
-    assert 0 < piece.num_layers <= MAX_LAYERS
+    assert 0 < len(piece.layers) <= MAX_LAYERS
     assert piece.first + piece.count <= (len(workspace.weights) - PERIOD) * PERIOD
-    assert source.address % ALIGNMENT_BYTES == target.address % ALIGNMENT_BYTES == 0
 
 
-def _layer_words(layers: Sequence[LayerShape], piece: ScatterRange) -> int:
-    """Words from one layer of the range to the next."""
-    if piece.num_layers == 1:
-        return 0
-    shapes = layers[piece.layer : piece.layer + piece.num_layers]
-    step = shapes[1].offset_bytes - shapes[0].offset_bytes
-    wanted = [shapes[0].offset_bytes + index * step for index in range(piece.num_layers)]
-    assert [shape.offset_bytes for shape in shapes] == wanted, "layers of one launch have one shape"
-    return step // WORD_BYTES
+def _check_layers(pool: PoolAddress, layers: Sequence[int]) -> None:
+    """Check that layers have one shape, and begin where 16 bytes can be accessed at once."""
+    shapes = [pool.layers[layer] for layer in layers]
+    assert len({(_Rows.of(shape), shape.head_first) for shape in shapes}) == 1, "layers of one launch have one shape"
+    assert all(shape.offset_bytes % ALIGNMENT_BYTES == 0 for shape in shapes)
 
 
 def kv_scatter_reference(

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.kv.digest import PERIOD
+from baton.kernels.launcher import Launcher
 from baton.kernels.variant import Variant
 
 WORD_BYTES = 8
@@ -24,6 +25,8 @@ _MULTIPLIER_1 = tl.constexpr(0x94D049BB133111EB)
 _SALT_LAYER = tl.constexpr(1 << 60)
 _SALT_WORD = tl.constexpr(4 << 60)
 _PERIOD = tl.constexpr(PERIOD)
+LAYER_COLUMNS = 3  # numbers that a launch reads of each layer
+_LAYER_COLUMNS = tl.constexpr(LAYER_COLUMNS)
 # Assembly, since Triton has no store with an order, and an atomic on host memory would need PCIe atomics, which virtual
 # machines lack. By one thread, the one that stores scalars: so the fence covers the digests that it has just stored.
 _PUBLISH = tl.constexpr("""{
@@ -111,7 +114,7 @@ def first_unit(program, num_programs, group, num_units):
 
 # Specialized code is compiled for each kind of value: heads differ by rank, words by slot, and the first transfer must
 # not wait for it.
-_NARROW = ["from_head", "to_head", "layer", "num_layers", "first", "count", "head_first", "num_heads"]
+_NARROW = ["from_head", "to_head", "num_layers", "first", "count", "head_first", "num_heads"]
 PLAIN = [*_NARROW, "completion", "sequence"]
 
 
@@ -119,15 +122,11 @@ PLAIN = [*_NARROW, "completion", "sequence"]
 def move_kernel(
     from_address: tl.int64,
     from_blocks,
-    from_offset: tl.int64,
-    from_layer_words: tl.int64,
     from_head: tl.int32,
     to_address: tl.int64,
     to_blocks,
-    to_offset: tl.int64,
-    to_layer_words: tl.int64,
     to_head: tl.int32,
-    layer: tl.int32,
+    layers,
     num_layers: tl.int32,
     first: tl.int32,
     count: tl.int32,
@@ -149,16 +148,22 @@ def move_kernel(
     COPY: tl.constexpr,
     DIGEST: tl.constexpr,
 ) -> None:
-    """Tiles of PAIRS (head, part) pairs x UNIT positions x COLUMNS words; tile t goes to program t mod their number."""
+    """Tiles of PAIRS (head, part) pairs x UNIT positions x COLUMNS words; tile t goes to program t mod their number.
+
+    A row of `layers` is a layer's number and where it begins in either pool, in words, an even number.
+    """
     num_programs = tl.num_programs(0)
     num_units = (first + count + UNIT - 1) // UNIT - first // UNIT
     num_groups = (num_heads * P + PAIRS - 1) // PAIRS * ((W + COLUMNS - 1) // COLUMNS)
-    from_base = tl.multiple_of(from_address.to(tl.pointer_type(tl.int64)), 16) + from_offset
-    to_base = tl.multiple_of(to_address.to(tl.pointer_type(tl.int64)), 16) + to_offset
+    from_pool = tl.multiple_of(from_address.to(tl.pointer_type(tl.int64)), 16)
+    to_pool = tl.multiple_of(to_address.to(tl.pointer_type(tl.int64)), 16)
     pair_R = tl.arange(0, PAIRS * UNIT) // UNIT
     step_R = tl.arange(0, PAIRS * UNIT) % UNIT
     program = tl.program_id(0)
     for index in range(num_layers):
+        layer = tl.load(layers + index * _LAYER_COLUMNS)
+        from_base = from_pool + tl.multiple_of(tl.load(layers + index * _LAYER_COLUMNS + 1), 2)
+        to_base = to_pool + tl.multiple_of(tl.load(layers + index * _LAYER_COLUMNS + 2), 2)
         total_RC = tl.zeros([PAIRS * UNIT, COLUMNS], dtype=tl.int64)
         for group in range(num_groups):
             its_R = group // ((W + COLUMNS - 1) // COLUMNS) * PAIRS + pair_R
@@ -180,10 +185,8 @@ def move_kernel(
             if DIGEST:
                 total_RC += sum_RC * word_weights(head_first, its_R, column_C, P, W, COLUMNS)
         if DIGEST:
-            layer_weight = mix((layer + index).to(tl.uint64) + _SALT_LAYER)
+            layer_weight = mix(layer.to(tl.uint64) + _SALT_LAYER)
             tl.atomic_add(sums + 1 + index, tl.sum(total_RC) * layer_weight, sem="relaxed")
-        from_base += from_layer_words
-        to_base += to_layer_words
     complete(sums, completion, sequence, num_layers)
 
 
@@ -205,8 +208,10 @@ def complete(sums, completion, sequence, num_layers) -> None:
             tl.inline_asm_elementwise(_PUBLISH, "=r,l,l", [completion, sequence], dtype=tl.int32, is_pure=False, pack=1)
 
 
-POINTERS = {"from_blocks": "*i32", "to_blocks": "*i32", "weights": "*i64", "sums": "*i64"}
-_WIDE = ("from_address", "from_offset", "from_layer_words", "to_address", "to_offset", "to_layer_words")
+launch_move = Launcher(move_kernel)
+
+POINTERS = {"from_blocks": "*i32", "to_blocks": "*i32", "layers": "*i64", "weights": "*i64", "sums": "*i64"}
+_WIDE = ("from_address", "to_address")
 TYPES = POINTERS | dict.fromkeys((*_WIDE, "completion", "sequence"), "i64") | dict.fromkeys(_NARROW, "i32")
 ALIGNED = (*POINTERS, *_WIDE)
 # Warps and words of a tile: those of `kernels.kv.scatter.Tuning` unless told otherwise, and smaller ones.

@@ -84,7 +84,7 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class DigestWanted:
-    """With pools on GPUs, layers [layer, layer + num_layers) of a transfer are complete: have them verified.
+    """With pools on GPUs, layers of a transfer are complete: have them verified.
 
     Each one is for the pool of one rank, and the heads that it holds. `ReceiverService` handles it itself, with
     kernels; the last kernel raises the flag.
@@ -94,8 +94,7 @@ class DigestWanted:
         rank: rank that owns the pool.
         flag: slot in the flag page.
         sequence: number to write there, followed by the digest of each layer.
-        layer: first layer.
-        num_layers: number of layers, all of one shape.
+        layers: the layers, all of one shape.
         first: first position.
         count: number of positions.
         staging: staging blocks; if not empty, copy the layers from there into the pool first.
@@ -106,8 +105,7 @@ class DigestWanted:
     rank: int
     flag: int
     sequence: int
-    layer: int
-    num_layers: int
+    layers: tuple[int, ...]
     first: int
     count: int
     staging: BlockTable

@@ -1,10 +1,13 @@
 """Jobs that a KV receiver gives to the engine where pools are on GPUs, which the receiver's process cannot access.
 
-Payloads of two-sided data paths first arrive in *staging* blocks of host memory. Each complete layer becomes a job
-(`DigestWanted`, one per rank's pool): copy the layer from staging into the pool, if it is there, and digest it in the
+Payloads of two-sided data paths first arrive in *staging* blocks of host memory. Complete layers become jobs
+(`DigestWanted`, one per rank's pool): copy them from staging into the pool, if they are there, and digest them in the
 pool. The engine's kernels report through flag words, one flag per rank. A job is done when all of its flags are up and
-their digests have been combined (`RankDigests`). Each transfer has one open job at a time, so that layers gather while
-the engine runs a step; once all have arrived, the rest is requested at once.
+their digests have been combined (`RankDigests`).
+
+A job covers all ready layers of one shape, adjacent or not: in a model whose layers keep state, pool layers of four
+shapes alternate. Each transfer has one round of jobs at a time, one job per shape, so that layers gather while the
+engine runs a step; once all have arrived, the rest is requested at once.
 
 A job that was requested must end before its staging is used again and before its transfer has drained, because a kernel
 may still read the one and write the other.
@@ -112,14 +115,12 @@ class _Job:
     Attributes:
         filling: the transfer that it is for.
         flags: flag of each rank.
-        layer: first layer.
-        num_layers: number of layers.
+        layers: its layers.
     """
 
     filling: _Filling
     flags: tuple[Flag, ...]
-    layer: int
-    num_layers: int
+    layers: tuple[int, ...]
 
 
 class DeviceJobs:
@@ -188,7 +189,9 @@ class DeviceJobs:
         """Return what the engine has to be asked for now."""
         found: list[DigestWanted] = []
         for filling in self._fillings.values():
-            while filling.ready and not filling.is_over and self._may_ask(filling):
+            if filling.is_over or not self._may_ask(filling):
+                continue
+            while filling.ready:
                 wanted = self._desired(filling)
                 if not wanted:
                     return found
@@ -203,12 +206,12 @@ class DeviceJobs:
             if not all(self._flags.is_up(flag) for flag in job.flags):
                 self._jobs.append(job)
                 continue
-            by_rank = [self._flags.digests(flag, job.num_layers) for flag in job.flags]
+            by_rank = [self._flags.digests(flag, len(job.layers)) for flag in job.flags]
             for flag in job.flags:  # no flag before all are up: a kernel may still use the blocks
                 self._flags.release(flag)
             job.filling.num_open -= 1
             incoming_id = job.filling.incoming.incoming_id
-            for layer, digests in enumerate(zip(*by_rank, strict=True), start=job.layer):
+            for layer, *digests in zip(job.layers, *by_rank, strict=True):
                 found.append((incoming_id, layer, self._ranks.total(layer, digests)))
         return found
 
@@ -236,32 +239,24 @@ class DeviceJobs:
         return not filling.num_open or filling.incoming.coverage.is_complete()
 
     def _desired(self, filling: _Filling) -> list[DigestWanted]:
-        """Build one launch per rank for consecutive layers of one shape; an empty list if no flags are free."""
+        """Build one launch per rank for the layers of one shape that are ready; empty if no flags are free."""
         flags = self._flags.claim(self._ranks.num_ranks)
         if flags is None:
             return []
-        filling.ready.sort()
-        first = filling.ready[0]
-        incoming = filling.incoming
-        kept = self._layout.layers[first].span(incoming.prompt_len)
-        num_layers = 1
-        while (
-            num_layers < min(len(filling.ready), MAX_LAYERS)
-            and filling.ready[num_layers] == first + num_layers
-            and self._shapes[first + num_layers] == self._shapes[first]
-        ):
-            num_layers += 1
-        del filling.ready[:num_layers]
+        shape = self._shapes[filling.ready[0]]
+        layers = tuple(layer for layer in filling.ready if self._shapes[layer] == shape)[:MAX_LAYERS]
+        filling.ready = [layer for layer in filling.ready if layer not in layers]
         filling.num_open += 1
-        self._jobs.append(_Job(filling, tuple(flags), first, num_layers))
+        self._jobs.append(_Job(filling, tuple(flags), layers))
+        incoming = filling.incoming
+        kept = self._layout.layers[layers[0]].span(incoming.prompt_len)
         return [
             DigestWanted(
                 attempt=incoming.attempt,
                 rank=rank,
                 flag=flag.slot,
                 sequence=flag.sequence,
-                layer=first,
-                num_layers=num_layers,
+                layers=layers,
                 first=kept.first,
                 count=kept.count,
                 staging=filling.staging,

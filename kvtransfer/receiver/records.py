@@ -109,6 +109,8 @@ def _encode(value: object) -> bytes:
             count = len(value.blocks)
             slot = _NO_STATE if value.state_slot is None else value.state_slot
             return struct.pack(f"<III{count}I", value.block_size, slot, count, *value.blocks)
+        case tuple():
+            return struct.pack(f"<I{len(value)}I", len(value), *value)
         case str():
             return _sized(value.encode())
         case kv_pb2.SequenceState():
@@ -140,6 +142,11 @@ class _Reader:
             blocks = struct.unpack_from(f"<{count}I", self._data, self._start)
             self._start += 4 * count
             return BlockTable(blocks, block_size, None if slot == _NO_STATE else slot)
+        if kind == tuple[int, ...]:
+            count = self._number(_U32)
+            numbers = struct.unpack_from(f"<{count}I", self._data, self._start)
+            self._start += 4 * count
+            return numbers
         if kind is str:
             return self._sized().decode()
         if kind is kv_pb2.SequenceState:

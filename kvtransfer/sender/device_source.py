@@ -160,7 +160,7 @@ class _Entered:
 
 def _piece(span: KVRange) -> ScatterRange:
     return ScatterRange(
-        layer=span.layer,
+        layers=(span.layer,),
         first=span.first,
         count=span.count,
         head_first=span.head_first,

@@ -174,7 +174,7 @@ class NvlinkDataPath:
             low, high = max(route.first, span.head_first), min(route.stop, span.head_first + span.head_count)
             if low < high:
                 piece = ScatterRange(
-                    layer=span.layer, first=span.first, count=span.count, head_first=low, head_count=high - low
+                    layers=(span.layer,), first=span.first, count=span.count, head_first=low, head_count=high - low
                 )
                 pieces.append((piece, route))
         return pieces
@@ -198,7 +198,7 @@ class NvlinkDataPath:
         stream = self._stream()
         source_ids, target_ids = stream.ids(blocks), stream.ids(target_blocks)
         for (piece, route), flag in zip(pieces, flags, strict=True):
-            geometry = self._layers[piece.layer]
+            geometry = self._layers[piece.layers[0]]
             row_bytes = geometry.num_parts * geometry.row_bytes
             kv_scatter(
                 self._source,

@@ -14,7 +14,7 @@ from baton.kvcache.layout import KVLayout
 
 NUM_BLOCKS = 64
 WORD_BYTES = 1 << 16
-PIECE = ScatterRange(layer=0, first=0, count=60 * 16, head_first=0, head_count=8, num_layers=4)
+PIECE = ScatterRange(layers=(0, 1, 2, 3), first=0, count=60 * 16, head_first=0, head_count=8)
 
 
 def layout(block_size):

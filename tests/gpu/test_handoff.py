@@ -193,7 +193,7 @@ def test_a_word_that_changes_in_the_pool_is_noticed(pair, transport, times):
     launch, damaged = device.launch, []
 
     def damaging(wanted, table):
-        is_hit = wanted.layer <= 3 < wanted.layer + wanted.num_layers
+        is_hit = 3 in wanted.layers
         if not is_hit or len(damaged) >= times:
             launch(wanted, table)
             return

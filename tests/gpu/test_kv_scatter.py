@@ -94,7 +94,7 @@ class Pool:
 def expected(source, target, piece):
     memory, source_io = target.bytes(), PoolIO(source.bytes(), source.geometry)
     io, digests = PoolIO(memory, target.geometry), []
-    for layer in range(piece.layer, piece.layer + piece.num_layers):
+    for layer in piece.layers:
         span = KVRange(layer, piece.first, piece.count, piece.head_first, piece.head_count)
         source_io.copy(source.blocks, io, target.blocks, span)
         digests.append(source_io.digest(source.blocks, span))
@@ -113,7 +113,7 @@ def check(source, target, piece, words, tuning, sequence=5):
     completion = WriteCompletion(words.address, sequence)
     kv_scatter(source.address, source.blocks_N, target.address, target.blocks_N, piece, workspace, completion, tuning)
     wait_for(words, sequence)
-    assert words.view[1 : 1 + piece.num_layers].tolist() == digests
+    assert words.view[1 : 1 + len(piece.layers)].tolist() == digests
     # Host memory must hold everything as soon as the word is there; the device is only asked for its own.
     assert np.array_equal(target.bytes(), wanted)
     torch.cuda.synchronize()
@@ -125,13 +125,13 @@ def check(source, target, piece, words, tuning, sequence=5):
 @pytest.mark.parametrize("tuning", TUNINGS, ids=str)
 @pytest.mark.parametrize(("from_size", "to_size"), [(16, 16), (16, 64), (64, 16), (64, 64)])
 def test_between_pools_of_the_device(words, tuning, from_size, to_size):
-    piece = ScatterRange(layer=1, first=3, count=LEN - 7, head_first=0, head_count=8, num_layers=2)
+    piece = ScatterRange(layers=(1, 2), first=3, count=LEN - 7, head_first=0, head_count=8)
     check(Pool(layout(from_size), 1), Pool(layout(to_size), 2), piece, words, tuning)
 
 
 @pytest.mark.parametrize(("from_pinned", "to_pinned"), [(False, True), (True, False), (True, True)])
 def test_from_and_to_pinned_memory(words, from_pinned, to_pinned):
-    piece = ScatterRange(layer=0, first=0, count=LEN, head_first=0, head_count=8, num_layers=3)
+    piece = ScatterRange(layers=(0, 1, 2), first=0, count=LEN, head_first=0, head_count=8)
     source, target = Pool(layout(16), 3, pinned=from_pinned), Pool(layout(16), 4, pinned=to_pinned)
     check(source, target, piece, words, TUNINGS[0])
 
@@ -140,7 +140,9 @@ def test_from_and_to_pinned_memory(words, from_pinned, to_pinned):
 def test_heads_of_other_ranks(words, from_ranks, to_ranks):
     source, target = Pool(layout(16), 5, rank=0, size=from_ranks), Pool(layout(64), 6, rank=0, size=to_ranks)
     count = 8 // max(from_ranks, to_ranks)
-    check(source, target, ScatterRange(layer=2, first=0, count=LEN, head_first=0, head_count=count), words, TUNINGS[0])
+    check(
+        source, target, ScatterRange(layers=(2,), first=0, count=LEN, head_first=0, head_count=count), words, TUNINGS[0]
+    )
 
 
 def test_other_kinds_of_layers(words):
@@ -148,13 +150,13 @@ def test_other_kinds_of_layers(words):
     recurrent = state(32, 128 * 128)
     both = layout(16, extra=(compressed, recurrent))
     for layer, count, heads in ((3, LEN, 1), (4, 1, 32)):
-        piece = ScatterRange(layer=layer, first=0, count=count, head_first=0, head_count=heads)
+        piece = ScatterRange(layers=(layer,), first=0, count=count, head_first=0, head_count=heads)
         check(Pool(both, 7), Pool(both, 8), piece, words, TUNINGS[0], 5 + layer)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float64"])
 def test_other_dtypes(words, dtype):
-    piece = ScatterRange(layer=0, first=1, count=500, head_first=1, head_count=3)
+    piece = ScatterRange(layers=(0,), first=1, count=500, head_first=1, head_count=3)
     check(Pool(layout(16, dtype=dtype, head_dim=64), 9), Pool(layout(64, dtype=dtype, head_dim=64), 10), piece, words,
           TUNINGS[0])  # fmt: skip
 
@@ -162,7 +164,7 @@ def test_other_dtypes(words, dtype):
 @pytest.mark.parametrize("tuning", TUNINGS, ids=str)
 def test_kv_digest_is_numpys_and_torchs(words, tuning):
     pool = Pool(layout(16), 11)
-    piece = ScatterRange(layer=0, first=2, count=100, head_first=2, head_count=5, num_layers=3)
+    piece = ScatterRange(layers=(0, 1, 2), first=2, count=100, head_first=2, head_count=5)
     kv_digest(
         pool.address, pool.blocks_N, piece, ScatterWorkspace(CUDA, LEN), WriteCompletion(words.address, 9), tuning
     )
@@ -187,19 +189,19 @@ def test_many_launches_one_after_the_other_each_say_their_own_digest(words):
         count = generator.randrange(1, LEN - first)
         head = generator.randrange(8)
         heads = generator.randrange(1, 9 - head)
-        piece = ScatterRange(layer=sequence % 3, first=first, count=count, head_first=head, head_count=heads)
+        piece = ScatterRange(layers=(sequence % 3,), first=first, count=count, head_first=head, head_count=heads)
         tuning = generator.choice(TUNINGS)
         with torch.cuda.stream(stream):
             kv_scatter(source.address, source.blocks_N, target.address, target.blocks_N, piece, workspace,
                        WriteCompletion(words.address, sequence), tuning)  # fmt: skip
         wait_for(words, sequence)
         if sequence % 10 == 0:
-            assert int(words.view[1]) == io.digest(source.blocks, KVRange(piece.layer, first, count, head, heads))
+            assert int(words.view[1]) == io.digest(source.blocks, KVRange(piece.layers[0], first, count, head, heads))
 
 
 def test_digests_off_are_zeros_and_bytes_move_alike(words):
     source, target = Pool(layout(16), 14), Pool(layout(16), 15)
-    piece = ScatterRange(layer=0, first=0, count=LEN, head_first=0, head_count=8)
+    piece = ScatterRange(layers=(0,), first=0, count=LEN, head_first=0, head_count=8)
     wanted, _ = expected(source, target, piece)
     words.view[1] = 1
     kv_scatter(source.address, source.blocks_N, target.address, target.blocks_N, piece, ScatterWorkspace(CUDA, LEN),

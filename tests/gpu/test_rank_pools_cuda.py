@@ -87,7 +87,7 @@ class TPGroupPair:
         launch, damaged = type(device).launch.__get__(device), []
 
         def damaging(wanted, table):
-            is_hit = wanted.rank == rank and wanted.layer <= layer < wanted.layer + wanted.num_layers
+            is_hit = wanted.rank == rank and layer in wanted.layers
             if not is_hit or len(damaged) >= times:
                 launch(wanted, table)
                 return

@@ -25,6 +25,7 @@ from baton.kernels.kv.scatter import (
     kv_scatter,
     kv_scatter_reference,
 )
+from baton.kernels.launcher import Launcher
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer import device_stream, rank_kernels
 from baton.kvtransfer.pool_io import PoolIO
@@ -61,7 +62,7 @@ class Pool:
 
 def run_scatter(source, target, piece, *, num_programs=3, with_digest=True, launches=1):
     workspace = ScatterWorkspace(CPU, 256)
-    words = np.zeros(1 + piece.num_layers, dtype=np.uint64)
+    words = np.zeros(1 + len(piece.layers), dtype=np.uint64)
     for launch in range(launches):
         kv_scatter(
             source.address, source.blocks_N, target.address, target.blocks_N, piece, workspace,
@@ -77,7 +78,7 @@ def copied_by_pool_io(source, target, piece):
     memory = target.memory.copy()
     io = PoolIO(memory, target.geometry)
     digests = []
-    for layer in range(piece.layer, piece.layer + piece.num_layers):
+    for layer in piece.layers:
         span = KVRange(layer, piece.first, piece.count, piece.head_first, piece.head_count)
         source.io.copy(source.blocks, io, target.blocks, span)
         digests.append(source.io.digest(source.blocks, span))
@@ -89,7 +90,7 @@ def copied_by_pool_io(source, target, piece):
 def test_it_moves_and_digests_as_numpy_does(dtype, from_size, to_size):
     source = Pool(layout(from_size, dtype=dtype), 1)
     target = Pool(layout(to_size, dtype=dtype), 2)
-    piece = ScatterRange(layer=1, first=5, count=62, head_first=0, head_count=4)
+    piece = ScatterRange(layers=(1,), first=5, count=62, head_first=0, head_count=4)
     wanted, digests = copied_by_pool_io(source, target, piece)
     assert run_scatter(source, target, piece) == digests
     assert np.array_equal(target.memory, wanted)
@@ -99,7 +100,7 @@ def test_it_moves_and_digests_as_numpy_does(dtype, from_size, to_size):
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 32), (15, 2), (16, 16), (33, 37)])
 def test_spans_of_any_edges(first, count):
     source, target = Pool(layout(16), 3), Pool(layout(16), 4)
-    piece = ScatterRange(layer=0, first=first, count=count, head_first=1, head_count=2)
+    piece = ScatterRange(layers=(0,), first=first, count=count, head_first=1, head_count=2)
     wanted, digests = copied_by_pool_io(source, target, piece)
     assert run_scatter(source, target, piece, num_programs=2) == digests
     assert np.array_equal(target.memory, wanted)
@@ -118,7 +119,7 @@ def test_heads_go_to_pools_that_hold_others(from_ranks, to_ranks):
             count = min(mine.heads.stop, theirs.heads.stop) - low
             if count <= 0:
                 continue
-            piece = ScatterRange(layer=1, first=0, count=20, head_first=low, head_count=count)
+            piece = ScatterRange(layers=(1,), first=0, count=20, head_first=low, head_count=count)
             wanted, digests = copied_by_pool_io(source, target, piece)
             assert run_scatter(source, target, piece, num_programs=1) == digests
             assert np.array_equal(target.memory, wanted)
@@ -134,7 +135,7 @@ def test_other_kinds_of_layers():
     both = layout(16, extra=(compressed, recurrent))
     source, target = Pool(both, 5), Pool(both, 6)
     for layer, count, heads in ((2, 20, 1), (3, 1, 3)):
-        piece = ScatterRange(layer=layer, first=0, count=count, head_first=0, head_count=heads)
+        piece = ScatterRange(layers=(layer,), first=0, count=count, head_first=0, head_count=heads)
         wanted, digests = copied_by_pool_io(source, target, piece)
         assert run_scatter(source, target, piece) == digests
         assert np.array_equal(target.memory, wanted)
@@ -143,7 +144,7 @@ def test_other_kinds_of_layers():
 @pytest.mark.fast
 def test_many_layers_in_one_launch_each_with_its_digest():
     source, target = Pool(layout(16), 7), Pool(layout(64), 8)
-    piece = ScatterRange(layer=0, first=0, count=30, head_first=0, head_count=4, num_layers=2)
+    piece = ScatterRange(layers=(0, 1), first=0, count=30, head_first=0, head_count=4)
     wanted, digests = copied_by_pool_io(source, target, piece)
     assert run_scatter(source, target, piece, launches=2) == digests
     assert np.array_equal(target.memory, wanted)
@@ -151,10 +152,29 @@ def test_many_layers_in_one_launch_each_with_its_digest():
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("layers", [(0, 3, 5), (5, 1, 3), (5, 3, 1, 0)])
+def test_layers_of_one_shape_in_any_order_with_others_between(layers):
+    other, alike = latent(24), latent(8, heads=4, parts=2, dtype="bfloat16")
+    more = (other, alike, other, alike)
+    source, target = Pool(layout(16, extra=more), 7), Pool(layout(64, extra=more), 8)
+    piece = ScatterRange(layers=layers, first=3, count=41, head_first=1, head_count=3)
+    wanted, digests = copied_by_pool_io(source, target, piece)
+    assert run_scatter(source, target, piece, launches=2) == digests
+    assert np.array_equal(target.memory, wanted)
+
+
+@pytest.mark.fast
+def test_layers_of_two_shapes_are_no_launch():
+    pool = Pool(layout(16, extra=(latent(24),)), 7)
+    with pytest.raises(AssertionError, match="one shape"):
+        run_scatter(pool, pool, ScatterRange(layers=(0, 2), first=0, count=3, head_first=0, head_count=1))
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("num_programs", [1, 5])
 def test_kv_digest_is_numpys_and_torchs(num_programs):
     pool = Pool(layout(16), 9, rank=1, size=2)
-    piece = ScatterRange(layer=0, first=3, count=60, head_first=2, head_count=2, num_layers=2)
+    piece = ScatterRange(layers=(0, 1), first=3, count=60, head_first=2, head_count=2)
     words = np.zeros(3, dtype=np.uint64)
     before = pool.memory.copy()
     workspace = ScatterWorkspace(CPU, 128)
@@ -176,7 +196,7 @@ def test_kv_digest_is_numpys_and_torchs(num_programs):
 @pytest.mark.fast
 def test_the_torch_reference_moves_as_numpy_does():
     source, target = Pool(layout(16), 11), Pool(layout(64), 12)
-    piece = ScatterRange(layer=1, first=9, count=50, head_first=1, head_count=3)
+    piece = ScatterRange(layers=(1,), first=9, count=50, head_first=1, head_count=3)
     wanted, _ = copied_by_pool_io(source, target, piece)
 
     def view(pool):
@@ -245,15 +265,15 @@ def _is_compiled(variant, arguments, constants):
 def test_what_serving_launches_is_compiled_ahead_of_time(monkeypatch):
     recorded = _Recorded(kv_scatter_triton.move_kernel)
     variants = kv_scatter_triton.variants()
-    monkeypatch.setattr(kv_scatter_triton, "move_kernel", recorded)
+    monkeypatch.setattr(kv_scatter_triton, "launch_move", Launcher(recorded))
     source = Pool(layout(16, heads=8, row_len=128), 1)
     target = Pool(layout(16, heads=8, row_len=128), 2)
     tunings = [device_stream.FEW, device_stream.MANY, rank_kernels.VERIFY, rank_kernels.FILL]
     tunings += [Tuning(8, num_warps, tile_words) for num_warps, tile_words in kv_scatter_triton.FORMS]
     for tuning in tunings:
         for piece in (
-            ScatterRange(layer=1, first=3, count=9, head_first=0, head_count=8),
-            ScatterRange(layer=0, first=0, count=64, head_first=1, head_count=5, num_layers=2),
+            ScatterRange(layers=(1,), first=3, count=9, head_first=0, head_count=8),
+            ScatterRange(layers=(0, 1), first=0, count=64, head_first=1, head_count=5),
         ):
             # The word may lie anywhere: what is aligned here is not in the next slot.
             kv_scatter(

@@ -50,11 +50,10 @@ class FakeDevice:
                 self.waiting.append((wanted, table))
                 continue
             io = self.ranks[wanted.rank]
-            layers = range(wanted.layer, wanted.layer + wanted.num_layers)
-            heads = [io.geometry.layer(layer).heads for layer in layers]
+            heads = [io.geometry.layer(layer).heads for layer in wanted.layers]
             spans = [
                 KVRange(layer, wanted.first, wanted.count, its.first, its.count)
-                for layer, its in zip(layers, heads, strict=True)
+                for layer, its in zip(wanted.layers, heads, strict=True)
             ]
             for span in spans if wanted.staging.blocks else ():
                 self.staging.copy(blocks_of(self.staging, wanted.staging, span), io, blocks_of(io, table, span), span)

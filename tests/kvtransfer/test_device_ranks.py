@@ -96,7 +96,7 @@ def damage_at(worker, rank, layer):
     """Have a word of a rank's part of a layer change before each digest."""
 
     def damage(wanted, table):
-        if wanted.rank == rank and wanted.layer <= layer < wanted.layer + wanted.num_layers:
+        if wanted.rank == rank and layer in wanted.layers:
             head = worker.ranks[rank].geometry.layer(layer).head_first
             (piece,) = worker.ranks[rank].pieces(table.blocks[:1], KVRange(layer, 0, 4, head, 1), 4)
             piece[3] ^= 1
@@ -118,10 +118,10 @@ def test_every_rank_gets_its_heads_and_all_are_verified(setting, num_kv_heads, t
     asked = worker.device.asked
     for rank in range(tp_size):
         mine = [wanted for wanted in asked if wanted.rank == rank]
-        assert sum(wanted.num_layers for wanted in mine) == layout.num_layers
+        assert sum(len(wanted.layers) for wanted in mine) == layout.num_layers
     assert len({(wanted.flag, wanted.sequence) for wanted in asked}) == len(asked), "a flag for each"
     for wanted in asked:  # no launch crosses from one shape to another
-        assert len({layout.layers[wanted.layer + index] for index in range(wanted.num_layers)}) == 1
+        assert len({layout.layers[layer] for layer in wanted.layers}) == 1
 
 
 def test_layers_of_one_shape_that_ranks_hold_otherwise_are_no_launch(setting):
@@ -132,7 +132,7 @@ def test_layers_of_one_shape_that_ranks_hold_otherwise_are_no_launch(setting):
     hand_over(worker, prefill, KEY, "inline")
     worker.wait_for(Completed, KEY)
     assert same_everywhere(worker, prefill, KEY)
-    assert all(wanted.layer + wanted.num_layers <= 2 or wanted.layer == 2 for wanted in worker.device.asked)
+    assert all(max(wanted.layers) < 2 or wanted.layers == (2,) for wanted in worker.device.asked)
 
 
 @pytest.mark.parametrize(

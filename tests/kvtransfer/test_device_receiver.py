@@ -111,11 +111,11 @@ def test_what_lands_is_in_the_pool_and_verified_there(setting, data_path):
     asked = worker.device.asked
     assert all(wanted.has_digest for wanted in asked)
     assert {bool(wanted.staging.blocks) for wanted in asked} == {data_path == "inline"}
-    assert sum(wanted.num_layers for wanted in asked) == 3 * MIXED.num_layers
+    assert sum(len(wanted.layers) for wanted in asked) == 3 * MIXED.num_layers
     for wanted in asked:  # no launch crosses from one shape to another
-        kinds = {MIXED.layers[wanted.layer + index] for index in range(wanted.num_layers)}
+        kinds = {MIXED.layers[layer] for layer in wanted.layers}
         assert len(kinds) == 1
-        assert wanted.count == MIXED.layers[wanted.layer].span(23).count
+        assert wanted.count == MIXED.layers[wanted.layers[0]].span(23).count
 
 
 @pytest.mark.parametrize("data_path", ["inline", "nvlink"])
@@ -128,7 +128,7 @@ def test_a_layer_that_keeps_nothing_of_a_prompt_is_waited_for_by_nobody(setting,
     push(worker, prefill, grant, 23, data_path, layers=[0, 1, 2, 4])
     prefill.commit(grant, 23)
     worker.wait_for(Completed, KEY)
-    assert {wanted.layer for wanted in worker.device.asked} & {3} == set()
+    assert not any(3 in wanted.layers for wanted in worker.device.asked)
 
 
 def test_layers_gather_while_the_engine_is_at_a_step(setting):
@@ -145,13 +145,40 @@ def test_layers_gather_while_the_engine_is_at_a_step(setting):
     assert len(worker.device.asked) == 1
     worker.device.run()
     worker.wait_until(lambda: len(worker.device.asked) == 2, "the second wish")
-    assert sum(wanted.num_layers for wanted in worker.device.asked) == 8
+    assert sum(len(wanted.layers) for wanted in worker.device.asked) == 8
     push(worker, prefill, grant, 9, "nvlink", range(8, 12))  # the last ones do not wait for the second
     prefill.commit(grant, 9)
-    worker.wait_until(lambda: sum(wanted.num_layers for wanted in worker.device.asked) == 12, "every wish")
+    worker.wait_until(lambda: sum(len(wanted.layers) for wanted in worker.device.asked) == 12, "every wish")
     worker.device.run()
     worker.wait_for(Completed, KEY)
     assert same(worker, prefill, KEY, 9)
+
+
+def test_layers_of_shapes_in_turns_are_launched_together_by_shape(setting):
+    """Models whose layers keep state have pool layers of four shapes in turns: few launches, and no queue of rounds."""
+    turns = (LATENT, STATE, tail(2, 8, length=23, ring=32)) * 10
+    worker, prefill, _ = setting(make_layout(num_layers=1, more=turns), data_path="nvlink")
+    layout, asked = worker.layout, worker.device.asked
+    worker.device.is_prompt = False
+    prefill.reserve(KEY, 21, data_path="nvlink")
+    grant = prefill.granted(KEY, worker.poll)
+    push(worker, prefill, grant, 21, "nvlink", range(1))
+    worker.wait_until(lambda: len(asked) == 1, "the first launch")
+    push(worker, prefill, grant, 21, "nvlink", range(1, 25))
+    worker.wait_until(lambda: worker.service.inventory()["frames_landed"] == 25, "frames")
+    worker.device.run()
+    worker.wait_until(lambda: len(asked) >= 4, "a launch for each shape")
+    assert sorted(layer for wanted in asked for layer in wanted.layers) == list(range(25)), "one round has all"
+    push(worker, prefill, grant, 21, "nvlink", range(25, layout.num_layers))
+    prefill.commit(grant, 21)
+    worker.wait_until(lambda: sum(len(wanted.layers) for wanted in asked) == layout.num_layers, "the rest")
+    worker.device.run()
+    worker.wait_for(Completed, KEY)
+    assert same(worker, prefill, KEY, 21)
+    assert sum(len({layout.layers[layer] for layer in wanted.layers}) for wanted in asked) == len(asked), (
+        "one shape each"
+    )
+    assert len(asked) <= 4 + 3 * 2, "the last layers may come in two rounds"
 
 
 def test_without_digests_what_is_written_counts_and_what_is_staged_is_filled_in(setting):
@@ -170,7 +197,7 @@ def test_a_word_that_changed_in_the_pool_is_asked_for_again_and_the_second_time_
     worker, prefill, _ = setting(data_path=data_path)
 
     def damage(wanted, table):
-        if wanted.layer <= 1 < wanted.layer + wanted.num_layers:
+        if 1 in wanted.layers:
             (piece,) = worker.pool.pieces(table.blocks[:1], KVRange(1, 0, 4, 0, 1), 4)
             piece[3] ^= 1
 
@@ -197,7 +224,7 @@ def test_a_repaired_layer_is_verified_again(setting):
     def damage(wanted, table):
         if not damaged:
             damaged.append(wanted)
-            (piece,) = worker.pool.pieces(table.blocks[:1], KVRange(wanted.layer, 0, 4, 0, 1), 4)
+            (piece,) = worker.pool.pieces(table.blocks[:1], KVRange(wanted.layers[0], 0, 4, 0, 1), 4)
             piece[0] ^= 1
 
     worker.device.damage = damage

@@ -52,17 +52,17 @@ class Ranks:
             for pool in self.pools
         ]
 
-    def launch(self, rank, layer, num_layers=1, *, staged=True, has_digest=True):
+    def launch(self, rank, *layers, staged=True, has_digest=True):
         """Returns the flag, and what is in the rank's slot."""
         (flag,) = self.flags.claim()
         wanted = DigestWanted(
-            attempt=AttemptKey("r", 0), rank=rank, flag=flag.slot, sequence=flag.sequence, layer=layer,
-            num_layers=num_layers, first=0, count=self.layout.layers[layer].span(self.prompt_len).count,
+            attempt=AttemptKey("r", 0), rank=rank, flag=flag.slot, sequence=flag.sequence, layers=layers,
+            first=0, count=self.layout.layers[layers[0]].span(self.prompt_len).count,
             staging=self.source if staged else BlockTable((), self.layout.block_size), has_digest=has_digest,
         )  # fmt: skip
         self.kernels[rank].launch(wanted, self.table)
         assert self.flags.is_up(flag)
-        digests = self.flags.digests(flag, num_layers)
+        digests = self.flags.digests(flag, len(layers))
         self.flags.release(flag)
         return digests
 
@@ -90,7 +90,7 @@ def address_of(pool):
 def test_ranks_are_filled_with_their_heads_alone_and_their_digests_make_the_whole(num_kv_heads, size):
     ranks = Ranks(num_kv_heads, size)
     wanted = [ranks.expected(rank, (0, 1)) for rank in range(size)]
-    by_rank = [ranks.launch(rank, 0, 2) for rank in range(size)]
+    by_rank = [ranks.launch(rank, 0, 1) for rank in range(size)]
     assert [bytes(pool._memory) for pool in ranks.pools] == wanted
     together = RankDigests(ranks.layout, size)
     for layer, digests in enumerate(zip(*by_rank, strict=True)):

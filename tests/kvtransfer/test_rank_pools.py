@@ -229,7 +229,7 @@ def test_launches_go_to_the_pool_of_their_rank_and_one_answer_comes_of_all(cuda)
     table, from_blocks, answers = BlockTable((5, 1, 3), 4), BlockTable((2, 0, 1), 4), []
     for rank, flag in enumerate(flags.claim(2)):
         wanted = DigestWanted(
-            attempt=AttemptKey("r", 0), rank=rank, flag=flag.slot, sequence=flag.sequence, layer=0, num_layers=3,
+            attempt=AttemptKey("r", 0), rank=rank, flag=flag.slot, sequence=flag.sequence, layers=(0, 1, 2),
             first=0, count=11, staging=from_blocks, has_digest=True,
         )  # fmt: skip
         incoming.launch(wanted, table)
