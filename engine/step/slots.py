@@ -105,16 +105,18 @@ class SlotTable:
             token_ids: its tokens; not read without a history.
         """
         width = self._tables_NM.shape[1]
-        table = [*blocks[:width]]
-        table += [null_block] * (width - len(table))
-        numbers = [last_token, length, draft_token, limit, draft_cap, state_slot]
+        numbers = (last_token, length, draft_token, limit, draft_cap, state_slot)
         hidden_row_D = self._hidden_ND[slot]
-        ints = torch.tensor(numbers + table, dtype=torch.int64)
         kept = () if self.history is None else token_ids
-        ends = [8 * len(ints), 8 * len(ints) + hidden_row_D.nbytes]
+        num_ints = len(numbers) + width
+        ends = [8 * num_ints, 8 * num_ints + hidden_row_D.nbytes]
         packed = host_buffer(ends[1] + 4 * len(kept), torch.uint8, self._device)
         packed_ints = packed[: ends[0]].view(torch.int64)
-        packed_ints.copy_(ints)
+        # By NumPy: a table may have thousands of entries, and a list of them takes milliseconds.
+        ints = packed_ints.numpy()
+        ints[: len(numbers)] = numbers
+        ints[len(numbers) :] = null_block
+        ints[len(numbers) :][: len(blocks)] = blocks[:width]
         if hidden_D is None or hidden_D.device.type == "cpu":
             source_D = packed[ends[0] : ends[1]].view(hidden_row_D.dtype)
             source_D.copy_(source_D.new_zeros(()) if hidden_D is None else hidden_D)

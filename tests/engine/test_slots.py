@@ -1,5 +1,7 @@
 """What a slot holds after a sequence was placed in it, and with how many writes it got there."""
 
+import tracemalloc
+
 import pytest
 import torch
 
@@ -74,6 +76,21 @@ def test_a_table_is_cut_at_the_widest():
     table = table_of()
     table.place(1, blocks=range(9), limit=36, null_block=12, draft_cap=0)
     assert content(table, 1)[1] == [0, 1, 2, 3, 4, 5]
+
+
+def test_placing_makes_no_list_as_long_as_the_longest_context():
+    """A table of a model with 262,144 positions took 2 ms of each admission, in which no step was launched."""
+    table = SlotTable(
+        num_slots=2, max_blocks=16_384, hidden_size=5, vocab_size=9, eos_token_ids=(), dtype=torch.bfloat16, device=CPU
+    )
+    table.place(0, **ROOM)
+    tracemalloc.start()
+    try:
+        table.place(1, **ROOM)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 16_384
 
 
 def test_a_sequence_is_placed_by_three_writes_on_a_cpu():
