@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -222,13 +223,16 @@ class StaticPass:
         return activations + 4 * 2 * positions * widest * self._model.dtype.itemsize
 
     @torch.inference_mode()
-    def warm_up(self, backend: GraphBackend) -> None:
-        """Compute the pass once, on padding.
+    def warm_up(self, backend: GraphBackend, *, is_first: bool) -> None:
+        """Compute the pass once, on padding: of the first graph of a kind all layers, then one layer of each kind.
+
+        Whatever a layer allocates at its first use must not be allocated during a capture, whose memory graphs share.
 
         Raises:
             Exception: what it raised.
         """
-        backend.warm_up(self._compute)
+        with nullcontext() if is_first else self._model.one_of_each_layer():
+            backend.warm_up(self._compute)
 
     @torch.inference_mode()
     def capture(self, backend: GraphBackend) -> None:
@@ -404,9 +408,12 @@ class GraphedStep:
             self.counts.num_steps_eager[EagerReason.ROWS] += 1
         return found
 
-    def _whole_passes(self) -> "Iterator[_Candidate]":
+    def _whole_passes(self) -> "Iterator[_Candidate[Any]]":
+        kinds: set[GraphKind] = set()
         for key in self._sizes.keys():
-            yield _Candidate(str(key), partial(self._whole_pass, key), self._backend)
+            warm_up = partial(StaticPass.warm_up, backend=self._backend, is_first=key.kind not in kinds)
+            yield _Candidate(str(key), partial(self._whole_pass, key), warm_up, self._backend)
+            kinds.add(key.kind)
 
     def _whole_pass(self, key: GraphKey) -> StaticPass:
         return StaticPass(key, self._model, self._pool, self._deal_of(key))
@@ -422,7 +429,7 @@ class GraphedStep:
             self._deals[sizes] = StaticDeal(deal, rank_blocks(self._model, self._pool), *sizes, device)
         return self._deals[sizes]
 
-    def _trunk_candidates(self) -> "Iterator[_Candidate]":
+    def _trunk_candidates(self) -> "Iterator[_Candidate[Any]]":
         """Trunk graphs, largest first, like the others."""
         if not self._sizes.rows:
             return
@@ -431,6 +438,7 @@ class GraphedStep:
             yield _Candidate(
                 f"trunk of {num_rows} rows",
                 partial(PiecewiseTrunk, num_rows, buffers, self._model, self._pool),
+                partial(PiecewiseTrunk.warm_up, backend=self._backend),
                 self._backend,
             )
 
@@ -499,14 +507,18 @@ class _PiecewisePasses(EagerPasses):
         return trunk.replay(token_ids_T, batch, self._on_layer)
 
 
-class _Candidate:
+P = TypeVar("P", StaticPass, PiecewiseTrunk)
+
+
+class _Candidate(Generic[P]):
     """A graph that is being captured; see `Candidate`."""
 
-    def __init__(self, name: str, make: "Callable[[], StaticPass | PiecewiseTrunk]", backend: GraphBackend) -> None:
+    def __init__(self, name: str, make: Callable[[], P], warm_up: Callable[[P], None], backend: GraphBackend) -> None:
         self.name = name
         self._make = make
+        self._warm_up = warm_up
         self._backend = backend
-        self._pass: StaticPass | PiecewiseTrunk | None = None
+        self._pass: P | None = None
 
     def require(self) -> None:
         """Allocate the buffers here, too: a rank without enough memory then refuses the graph instead of crashing."""
@@ -515,12 +527,12 @@ class _Candidate:
         self._pass = made
 
     def warm_up(self) -> None:
-        self.made().warm_up(self._backend)
+        self._warm_up(self.made())
 
     def capture(self) -> None:
         self.made().capture(self._backend)
 
-    def made(self) -> StaticPass | PiecewiseTrunk:
+    def made(self) -> P:
         assert self._pass is not None
         return self._pass
 

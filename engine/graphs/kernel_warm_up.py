@@ -4,6 +4,9 @@ There are two parts: the model's passes, and the work between them. The latter i
 sampling tokens from logits, with every cut, edit, grammar and report that requests may use, for each number of drafts,
 by the same functions that steps use. `kernels.compiles` counts and reports what is compiled later all the same.
 
+A pass computes one layer of each kind: the others would launch the same kernels. There are hundreds of passes, and some
+have a chunk for every sequence: all layers of a 35B with delta nets took minutes.
+
 Legend: B sequences, K draft tokens, Q = K + 1 rows, F prompts that end, V vocabulary, D hidden size.
 """
 
@@ -93,33 +96,42 @@ def decode_shapes(reach: Reach, block_size: int) -> Iterator[tuple[int, int]]:
 @torch.inference_mode()
 def warm_up_prefill_passes(model: Model, pool: KVPool, reach: Reach) -> None:
     """Run trunk and MTP head over chunks."""
-    for lens, width in prefill_shapes(reach, pool.layout.block_size):
-        inputs = prefill_inputs([_chunk(length, pool) for length in lens], pool)
-        tables_BW = inputs.batch.block_tables_BM.new_full((len(lens), width), pool.num_blocks)
-        batch = replace(inputs.batch, block_tables_BM=tables_BW)
-        hidden_TD = model.trunk(inputs.token_ids_T, batch, pool, ignore_layer)
-        if pool.layout.has_mtp:
-            model.mtp(inputs.next_token_ids_T, hidden_TD, batch, pool, ignore_layer)
+    with model.one_of_each_layer():
+        for lens, width in prefill_shapes(reach, pool.layout.block_size):
+            inputs = prefill_inputs([_chunk(length, pool) for length in lens], pool)
+            tables_BW = inputs.batch.block_tables_BM.new_full((len(lens), width), pool.num_blocks)
+            batch = replace(inputs.batch, block_tables_BM=tables_BW)
+            hidden_TD = model.trunk(inputs.token_ids_T, batch, pool, ignore_layer)
+            if pool.layout.has_mtp:
+                model.mtp(inputs.next_token_ids_T, hidden_TD, batch, pool, ignore_layer)
 
 
 @torch.inference_mode()
 def warm_up_decode_passes(model: Model, pool: KVPool, reach: Reach, num_draft_tokens: int) -> None:
     """Run the passes of a decode step with each number of drafts."""
-    for count, width in decode_shapes(reach, pool.layout.block_size):
-        first_B = torch.zeros(count, dtype=torch.int64, device=pool.device)
-        tables_BW = first_B.new_full((count, width), pool.num_blocks)
-        slots_B = torch.full_like(first_B, pool.num_state_slots) if pool.layout.has_state else None
-        rows = DecodeRows(block_tables_BM=tables_BW, limit_B=first_B + 1, draft_cap_B=first_B, state_slots_B=slots_B)
-        bound = min(width * pool.layout.block_size, reach.context_len)
-        for num_drafts in range(num_draft_tokens, -1, -1):
-            passes = EagerPasses(model, pool, rows, bound)
-            ids_BQ = first_B.new_zeros(count, num_drafts + 1)
-            _, hidden_TD = passes.trunk(ids_BQ, first_B)
-            if num_draft_tokens and pool.layout.has_mtp:
-                assert hidden_TD is not None
-                _, entries_TD = passes.extend(None, (ids_BQ, hidden_TD, first_B))
-                assert entries_TD is not None
-                passes.draft(first_B, entries_TD[:: num_drafts + 1], first_B)
+    with model.one_of_each_layer():
+        for count, width in decode_shapes(reach, pool.layout.block_size):
+            for num_drafts in range(num_draft_tokens, -1, -1):
+                _decode_pass(model, pool, reach, (count, width), num_drafts, has_drafts=num_draft_tokens > 0)
+
+
+def _decode_pass(
+    model: Model, pool: KVPool, reach: Reach, shape: tuple[int, int], num_drafts: int, *, has_drafts: bool
+) -> None:
+    """Run the passes of one decode step; `shape` is its number of sequences and of table entries."""
+    count, width = shape
+    first_B = torch.zeros(count, dtype=torch.int64, device=pool.device)
+    tables_BW = first_B.new_full((count, width), pool.num_blocks)
+    slots_B = torch.full_like(first_B, pool.num_state_slots) if pool.layout.has_state else None
+    rows = DecodeRows(block_tables_BM=tables_BW, limit_B=first_B + 1, draft_cap_B=first_B, state_slots_B=slots_B)
+    passes = EagerPasses(model, pool, rows, min(width * pool.layout.block_size, reach.context_len))
+    ids_BQ = first_B.new_zeros(count, num_drafts + 1)
+    _, hidden_TD = passes.trunk(ids_BQ, first_B)
+    if has_drafts and pool.layout.has_mtp:
+        assert hidden_TD is not None
+        _, entries_TD = passes.extend(None, (ids_BQ, hidden_TD, first_B))
+        assert entries_TD is not None
+        passes.draft(first_B, entries_TD[:: num_drafts + 1], first_B)
 
 
 def _chunk(length: int, pool: KVPool) -> ChunkRows:

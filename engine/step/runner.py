@@ -244,8 +244,7 @@ class Runner:
         All ranks call this at the same time; graphs may be captured between the two calls. Does nothing on a CPU.
         """
         if self._pool.device.type == "cuda":
-            with self._model.one_of_each_layer():
-                compile_ahead(lambda: self.warm_up(reach, decodes=decodes), self._communicator.size)
+            compile_ahead(lambda: self.warm_up(reach, decodes=decodes), self._communicator.size)
 
     def warm_up(self, reach: Reach, *, decodes: bool = True) -> None:
         """Compile every kernel that steps within `reach` launch; all ranks call this together, before the first step.

@@ -20,6 +20,7 @@ class Side:
     def __init__(self, model, seed=0):
         self.model = model
         self.device = model.device
+        self.has_graph = False
         layout = model.kv_layout(BLOCK_SIZE)
         num_slots = SIZE if layout.has_state else 0
         self.pool = KVPool(layout, SIZE * WIDTH, self.device, num_state_slots=num_slots)
@@ -62,7 +63,8 @@ class Side:
     def graph(self, kind, num_rows, backend, size=SIZE, width=WIDTH):
         """A captured pass of this side."""
         static = StaticPass(GraphKey(kind, num_rows, size, width), self.model, self.pool)
-        static.warm_up(backend)
+        static.warm_up(backend, is_first=not self.has_graph)
+        self.has_graph = True
         static.capture(backend)
         return static
 

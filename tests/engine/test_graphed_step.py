@@ -1,5 +1,6 @@
 """Steps whose passes are replayed: the tokens and accepted lengths of steps that are launched, whatever is asked."""
 
+import contextlib
 import itertools
 import logging
 
@@ -12,7 +13,7 @@ from baton.core.requests.sampling import GrammarSpec
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.graphs import graphed_step
 from baton.engine.graphs.backend import CallBackend, CaptureRefused
-from baton.engine.graphs.key import EagerReason
+from baton.engine.graphs.key import EagerReason, GraphKind
 from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kvcache.pool import KVPool
 from baton.tests.engine import races, reference
@@ -85,6 +86,35 @@ def test_whatever_is_asked_the_tokens_are_the_same(k, scheduling):
     assert outcome(engine, some_requests(kinds, k)) == wanted
     assert_all_replayed(engine)
     assert engine.runner.graphs.counts.num_sequences_padded > 0
+
+
+@fast
+def test_only_the_first_graph_of_a_kind_is_warmed_up_by_all_layers():
+    """What a layer allocates at its first use must be there before a capture; launching all again takes minutes."""
+    found, skipping = [], []
+
+    class Model(PerfectToyModel):
+        @contextlib.contextmanager
+        def one_of_each_layer(self):
+            skipping.append(True)
+            yield
+            skipping.pop()
+
+    class Backend(CallBackend):
+        def warm_up(self, work):
+            found.append(("some layers" if skipping else "all layers", work.__self__.key.kind))
+            work()
+
+        def capture(self, pieces):
+            assert not skipping
+            return super().capture(pieces)
+
+    engine = toy_engine(Model(), k=2, num_blocks=80)
+    with_graphs(engine, sizes=(1, 2, 4), backend=Backend())
+    kinds = [kind for _, kind in found]
+    assert {*kinds} == {*GraphKind} and len(found) > 20
+    firsts = {kinds.index(kind) for kind in GraphKind}
+    assert [layers == "all layers" for layers, _ in found] == [at in firsts for at in range(len(found))]
 
 
 @pytest.mark.parametrize("kind", ASKED)

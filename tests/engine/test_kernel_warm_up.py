@@ -7,9 +7,21 @@ import sys
 from itertools import pairwise
 
 import pytest
+import torch
 
-from baton.engine.graphs.kernel_warm_up import Reach, classes, decode_shapes, prefill_shapes
+from baton.core.numerics import Numerics
+from baton.engine.graphs.kernel_warm_up import (
+    Reach,
+    classes,
+    decode_shapes,
+    prefill_shapes,
+    warm_up_decode_passes,
+    warm_up_prefill_passes,
+)
 from baton.kernels.gemm.linear_ordered_triton import TOKENS, rule
+from baton.kvcache.pool import KVPool
+from baton.model.loader import load_model
+from baton.tests.model.checkpoints import write_checkpoint
 
 REACH = Reach(num_tokens=2048, num_sequences=12, context_len=8200)
 LIMIT_S = 600  # 40 s of a CPU of its own, without a defect
@@ -65,6 +77,36 @@ def test_decode_shapes_reach_every_limit():
     found = list(decode_shapes(REACH, 16))
     assert {count for count, _ in found} == {1, 2, 3, 4, 6, 8, 12}
     assert {width for _, width in found} == {16, 32, 64, 128, 256, 512, 513}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("decodes", [False, True])
+def test_passes_of_a_warm_up_compute_one_layer_of_each_kind(decodes, tmp_path, monkeypatch):
+    """The others would launch the same kernels; all layers of a large model with delta nets took minutes."""
+    model = load_model(
+        write_checkpoint(tmp_path / "model", kind="llama", layers=5, with_mtp=False),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        numerics=Numerics.DEFAULT,
+        with_mtp=False,
+    )
+    found = []
+    for index, layer in enumerate(model._decoder.layers):
+        before = layer.pieces
+
+        def pieces(*inputs, index=index, before=before):
+            found.append(index)
+            return before(*inputs)
+
+        monkeypatch.setattr(layer, "pieces", pieces)
+    pool = KVPool(model.kv_layout(16), 4, model.device)
+    reach = Reach(num_tokens=24, num_sequences=2, context_len=40)
+    if decodes:
+        warm_up_decode_passes(model, pool, reach, 0)
+    else:
+        warm_up_prefill_passes(model, pool, reach)
+    assert {*found} == {0} and len(found) > 1
+    assert not model._decoder._skipped_layers
 
 
 def require_named(found):

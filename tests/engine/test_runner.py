@@ -1,6 +1,5 @@
 """What a runner makes of plans: order, tickets, errors, lifetimes, and what it hands off."""
 
-import contextlib
 import functools
 import gc
 import threading
@@ -286,15 +285,9 @@ def test_a_token_that_was_chosen_before_stays_chosen_also_where_this_pass_would_
 
 
 @pytest.mark.parametrize("decodes", [True, False])
-def test_on_a_gpu_the_warm_up_of_one_layer_of_each_kind_is_compiled_ahead(decodes, monkeypatch):
+def test_on_a_gpu_the_warm_up_is_compiled_ahead(decodes, monkeypatch):
     driver, done = driver_of(), []
     runner = driver.runner
-
-    @contextlib.contextmanager
-    def one_of_each_layer():
-        done.append("in")
-        yield
-        done.append("out")
 
     def compile_ahead(work, num_ranks):
         done.append(num_ranks)
@@ -302,12 +295,11 @@ def test_on_a_gpu_the_warm_up_of_one_layer_of_each_kind_is_compiled_ahead(decode
 
     monkeypatch.setattr(runner_module, "compile_ahead", compile_ahead)
     monkeypatch.setattr(runner, "warm_up", lambda reach, *, decodes: done.append((reach, decodes)))
-    monkeypatch.setattr(runner._model, "one_of_each_layer", one_of_each_layer, raising=False)
     runner.compile_ahead("reach", decodes=decodes)
     assert not done, "a CPU compiles nothing"
     monkeypatch.setattr(runner, "_pool", SimpleNamespace(device=torch.device("cuda:0")))
     monkeypatch.setattr(runner, "_communicator", SimpleNamespace(size=4))
     runner.compile_ahead("reach", decodes=decodes)
-    assert done == ["in", 4, ("reach", decodes), "out"]
+    assert done == [4, ("reach", decodes)]
     monkeypatch.undo()
     runner.close()

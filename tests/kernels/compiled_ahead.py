@@ -89,8 +89,7 @@ def main(num_processes):
         server.runner.warm_up(reach)
 
     kernel_launches.forget()
-    with model.one_of_each_layer():
-        forms = wanted(forms_of(warm_up))
+    forms = wanted(forms_of(warm_up))
     missing = [form.name for form in forms if not form.is_cached()]
     start_s = time.monotonic()
     compile_ahead.compile_all([*forms, broken(forms[0])], num_processes)
