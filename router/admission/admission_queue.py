@@ -17,7 +17,8 @@ from baton.core.clock import Clock
 from baton.core.errors import BatonError, RequestDeadlineExceeded, as_internal
 from baton.core.requests.request import GenerationRequest
 from baton.router.admission.admission import Capacity, RequestWork
-from baton.router.admission.fair_queue import FairQueue, QueueLimits, Ticket
+from baton.router.admission.deficit_round_robin import Ticket
+from baton.router.admission.fair_queue import FairQueue, QueueLimits
 from baton.router.placement.members import DECODE, PREFILL, Members
 
 WEIGHT: Final = 0.05  # minimum weight of the newest measurement

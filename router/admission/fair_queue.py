@@ -2,22 +2,23 @@
 
 A request is accepted only if its first token is predicted within its deadline, and those of all requests accepted
 before it still are. Accepted requests wait here, so that the workers' own queues stay short and the order is fair: by
-priority, then by tenant with deficit round robin. Where that order would make a request late, the earliest deadline
-goes first instead, which meets all deadlines if any order does (Jackson's rule). So the queue makes no accepted request
-late, as long as the workers perform as they reported.
+priority, then by tenant with deficit round robin, and likewise between a tenant's near and far deadlines. Where that
+order would make a request late, the earliest deadline goes first instead, which meets all deadlines if any order does
+(Jackson's rule). So the queue makes no accepted request late, as long as the workers perform as they reported.
 
 Two rules override all predictions. While fewer requests run than there are workers of either role, and none waits, the
 next request is accepted: some worker is idle, and a prediction from an earlier load may be wrong. And the router memory
 that all requests take is bounded; their number is not, unless an operator sets a limit.
 
 A tenant's part of the queue is its share among the tenants that sent requests recently, so a tenant that sends more is
-refused more. A priority may fill only a part of the queue, so that higher ones find room; what counts is the work due
-no later than the new request. Refusals say when to retry.
+refused more. Within a tenant, deadlines of about the same length (a *band*, a power of two of seconds) share its part
+alike. Far deadlines, of which more fit into the queue, would take all of it otherwise. A priority may fill only a part
+of the queue, so that higher ones find room; what counts is the work due no later than the new request. Refusals say
+when to retry.
 """
 
-import math
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -27,89 +28,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from baton.core.errors import Overloaded
-from baton.router.admission.admission import HIGH, LOW, NORMAL, PRIORITIES, Capacity, RequestWork
-
-QUANTUM: Final = 512  # tokens
-
-
-class Ticket:
-    """One request's place in the queue."""
-
-    __slots__ = ("expected_s", "granted", "work")
-
-    def __init__(self, work: RequestWork) -> None:
-        self.work = work
-        self.granted = False
-        self.expected_s = 0.0  # from the grant to the first token
-
-
-class DeficitRoundRobin:
-    """Orders tickets by priority, then by tenant with deficit round robin.
-
-    Args:
-        quantum: tokens that each turn adds to a tenant's deficit.
-    """
-
-    def __init__(self, quantum: int = QUANTUM) -> None:
-        assert quantum > 0
-        self._quantum = quantum
-        self._queues: dict[tuple[int, str], deque[Ticket]] = {}
-        self._turns: dict[int, deque[str]] = {priority: deque() for priority in PRIORITIES}
-        self._deficits: dict[tuple[int, str], float] = {}
-
-    def add(self, ticket: Ticket) -> None:
-        """Append a ticket behind the others of its tenant and priority."""
-        key = (ticket.work.priority, ticket.work.tenant)
-        if key not in self._queues:
-            self._queues[key] = deque()
-            self._deficits[key] = 0.0
-            self._turns[ticket.work.priority].append(ticket.work.tenant)
-        self._queues[key].append(ticket)
-
-    def next(self) -> Ticket | None:
-        """Return the ticket whose turn it is, without removing it."""
-        for priority in PRIORITIES:
-            turns = self._turns[priority]
-            if not turns:
-                continue
-            if self._lacks(priority, turns[0]) > 0:
-                self._skip_rounds(priority)
-            while self._lacks(priority, turns[0]) > 0:
-                turns.rotate(-1)
-                self._deficits[priority, turns[0]] += self._quantum
-            return self._queues[priority, turns[0]][0]
-        return None
-
-    def take(self, ticket: Ticket) -> None:
-        """Remove a ticket, and charge its tokens to its tenant."""
-        key = self._remove(ticket)
-        if key in self._deficits:
-            self._deficits[key] -= ticket.work.num_tokens
-
-    def drop(self, ticket: Ticket) -> None:
-        """Remove a ticket that will not be served."""
-        self._remove(ticket)
-
-    def _lacks(self, priority: int, tenant: str) -> float:
-        """Tokens by which a tenant's next request exceeds the tenant's deficit."""
-        return self._queues[priority, tenant][0].work.num_tokens - self._deficits[priority, tenant]
-
-    def _skip_rounds(self, priority: int) -> None:
-        """Credit all tenants at once with the rounds in which none would be served."""
-        turns = self._turns[priority]
-        rounds = min(math.ceil(self._lacks(priority, tenant) / self._quantum) for tenant in turns) - 1
-        if rounds > 0:
-            for tenant in turns:
-                self._deficits[priority, tenant] += rounds * self._quantum
-
-    def _remove(self, ticket: Ticket) -> tuple[int, str]:
-        key = (ticket.work.priority, ticket.work.tenant)
-        self._queues[key].remove(ticket)
-        if not self._queues[key]:
-            del self._queues[key], self._deficits[key]
-            self._turns[ticket.work.priority].remove(ticket.work.tenant)
-        return key
-
+from baton.router.admission.admission import HIGH, LOW, NORMAL, Capacity, RequestWork
+from baton.router.admission.deficit_round_robin import DeficitRoundRobin, Ticket, band_of
 
 MIN_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 30.0
@@ -128,7 +48,7 @@ class QueueLimits:
         max_running: requests that are at workers and have not ended.
         ahead: granted requests per prefill worker without a first token yet; further ones wait,
         ahead_s: unless all granted work is less than this many seconds, so that short prompts can fill a step.
-        memory_s: how long a tenant keeps its part of the queue after its last request.
+        memory_s: how long a tenant, or a band of its deadlines, keeps its part of the queue after its last request.
         stall_s: a request that takes twice the predicted time to its first token, plus this, is waiting for something
             other than a prefill worker, and no longer holds up the others.
         margin_s: safety margin between predictions and deadlines.
@@ -145,6 +65,22 @@ class QueueLimits:
     margin_s: float = 0.05
 
 
+@dataclass(slots=True)
+class _Band:
+    """One tenant's requests with about as long until their deadlines.
+
+    All of them are judged by the nearest deadline asked for recently. Otherwise the farther half of a band would keep
+    out the nearer one.
+
+    Attributes:
+        asked_s: when the last request came.
+        room_s: seconds until the nearest deadline; it grows with time, as long as no such request comes.
+    """
+
+    asked_s: float
+    room_s: float
+
+
 class FairQueue:
     """The queue. Call `offer`, then `grant` whenever something changes; every ticket ends in `leave`.
 
@@ -157,6 +93,7 @@ class FairQueue:
         self._capacity = Capacity()
         self._clear()
         self._asked_s: dict[str, float] = {}  # when each tenant last sent a request
+        self._bands: dict[str, dict[int, _Band]] = {}  # of each of these tenants, by number
         self.num_refused: Counter[str] = Counter()  # by reason
 
     def _clear(self) -> None:
@@ -173,7 +110,7 @@ class FairQueue:
         self._num_waiting_tokens = 0  # sums over the waiting requests, likewise
         self._num_waiting_positions = 0
         self._most_tokens = 0  # largest waiting request; may be one that left, until none waits
-        self._num_waiting_of: Counter[str] = Counter()
+        self._num_waiting_of: Counter[tuple[str, int]] = Counter()  # by tenant and band
 
     @property
     def num_waiting(self) -> int:
@@ -212,7 +149,7 @@ class FairQueue:
                 queue; `retry_after_s` says when there may be room.
         """
         self._remember(work.tenant, now_s)
-        ticket = Ticket(work)
+        ticket = Ticket(work, self._remember_band(work, now_s))
         if not self.is_idle:
             self._require_room(ticket, now_s)
         self._wait(ticket, now_s)
@@ -275,7 +212,7 @@ class FairQueue:
         self._num_waiting_positions += work.num_positions
         self._most_tokens = max(self._most_tokens, work.num_tokens)
         self._ring.add(ticket)
-        self._num_waiting_of[work.tenant] += 1
+        self._num_waiting_of[work.tenant, ticket.band] += 1
         self._num_bytes += work.num_bytes
 
     def _run(self, ticket: Ticket) -> None:
@@ -378,33 +315,40 @@ class FairQueue:
         if self._num_bytes + work.num_bytes > limits.max_bytes:
             message = f"requests that are here take {self._num_bytes} bytes of memory, of {limits.max_bytes}"
             raise self._refusal("memory", message, self._queue_s())
-        self._require_part(work, now_s)
+        self._require_part(ticket, now_s)
         late_s = self._late_s(ticket, now_s)
         if late_s > 0:
             message = f"the first token would be {late_s:.2f} s late, this request's or that of one before it"
             raise self._refusal("deadline", message, late_s)
 
-    def _require_part(self, work: RequestWork, now_s: float) -> None:
-        """Refuse a request beyond its tenant's or priority's part of the queue, in seconds of the workers' time."""
+    def _require_part(self, ticket: Ticket, now_s: float) -> None:
+        """Refuse a request beyond its priority's, tenant's or band's part of the queue.
+
+        Parts are seconds of the workers' time.
+        """
+        work, bands = ticket.work, self._bands[ticket.work.tenant]
         latest_s = self._latest_s(work, now_s)
-        room_s = latest_s - now_s - self._capacity.own_s(work)
-        limit_s = max(0.0, room_s) * ROOM[work.priority]
+        own_s = self._capacity.own_s(work)
+        share = 1 / (len(self._asked_s) * len(bands))
+        part_s = share * ROOM[work.priority] * max(0.0, bands[ticket.band].room_s - own_s)
         tokens = self._num_waiting_tokens + work.num_tokens
         positions = self._num_waiting_positions + work.num_positions
-        if self._sum_s(tokens, positions) <= limit_s / max(1, len(self._asked_s)):
-            return  # within one tenant's part even if all waiting work were that tenant's
+        if self._sum_s(tokens, positions) <= part_s:
+            return  # within one band's part even if all waiting work were that band's
+        limit_s = ROOM[work.priority] * max(0.0, latest_s - now_s - own_s)
         before_s = self._before_s(latest_s)
         if work.priority < HIGH and before_s > limit_s:
             message = f"the queue is full to {ROOM[work.priority]:.0%}, beyond which this priority may not fill it"
             raise self._refusal("priority", message, before_s - limit_s)
-        if not self._num_waiting_of[work.tenant]:
-            return  # every tenant may have one request waiting
-        share = 1 / max(1, len(self._asked_s))
-        queued = (item[2].work for item in self._waiting)
-        own_s = sum(self._capacity.share_s(other) for other in queued if other.tenant == work.tenant)
-        if own_s + self._capacity.share_s(work) > share * limit_s:
+        if not self._num_waiting_of[work.tenant, ticket.band]:
+            return  # every band may have one request waiting
+        alike = (item[2].work for item in self._waiting if item[2].band == ticket.band)
+        waiting_s = sum(self._capacity.share_s(other) for other in alike if other.tenant == work.tenant)
+        if waiting_s + self._capacity.share_s(work) > part_s:
             message = f"this tenant has its part of the queue, one of {len(self._asked_s)}"
-            raise self._refusal("tenant", message, (own_s - share * limit_s) / share)
+            if len(bands) > 1:
+                message += f", and of that deadlines like this one have theirs, one of {len(bands)}"
+            raise self._refusal("tenant", message, (waiting_s - part_s) / share)
 
     def _before_s(self, latest_s: float) -> float:
         """Seconds of waiting work that is due no later.
@@ -424,6 +368,19 @@ class FairQueue:
             if not is_old and len(self._asked_s) <= MAX_TENANTS:
                 break
             del self._asked_s[oldest]
+            self._bands.pop(oldest, None)
+
+    def _remember_band(self, work: RequestWork, now_s: float) -> int:
+        """Return the number of a request's band, and record that its tenant has sent a request of it."""
+        room_s = self._latest_s(work, now_s) - now_s
+        number = band_of(room_s)
+        bands = self._bands.setdefault(work.tenant, {})
+        for other in [other for other, band in bands.items() if band.asked_s < now_s - self._limits.memory_s]:
+            del bands[other]
+        if number in bands:
+            room_s = min(room_s, bands[number].room_s + now_s - bands[number].asked_s)
+        bands[number] = _Band(now_s, room_s)
+        return number
 
     # Starting requests.
 
@@ -444,9 +401,9 @@ class FairQueue:
         self._num_waiting_positions -= work.num_positions
         if not self._waiting:
             self._most_tokens = 0
-        self._num_waiting_of[ticket.work.tenant] -= 1
-        if not self._num_waiting_of[ticket.work.tenant]:
-            del self._num_waiting_of[ticket.work.tenant]
+        self._num_waiting_of[work.tenant, ticket.band] -= 1
+        if not self._num_waiting_of[work.tenant, ticket.band]:
+            del self._num_waiting_of[work.tenant, ticket.band]
 
     def _refusal(self, reason: str, message: str, wait_s: float) -> Overloaded:
         self.num_refused[reason] += 1

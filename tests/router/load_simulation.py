@@ -17,6 +17,7 @@ class Result:
 
     tokens_in_time: Counter = field(default_factory=Counter)  # by tenant
     offered: Counter = field(default_factory=Counter)
+    tokens_in_time_by_deadline: Counter = field(default_factory=Counter)  # by the deadline that `arrivals` got
     waits_s: list = field(default_factory=list)
     refused: Counter = field(default_factory=Counter)
     hints_s: list = field(default_factory=list)
@@ -45,6 +46,7 @@ class Simulation:
         self.events = []
         self.until_s = 0.0
         self.tickets = {}
+        self.deadlines_s = {}  # of arriving work
         self.result = Result()
         self._ties = itertools.count()
 
@@ -68,6 +70,7 @@ class Simulation:
             self.result.num_late += 1
         elif now_s <= self.until_s:
             self.result.tokens_in_time[ticket.work.tenant] += ticket.work.num_tokens
+            self.result.tokens_in_time_by_deadline[self.deadlines_s.get(ticket.work)] += ticket.work.num_tokens
         self.at(now_s + self.residence_s, self.leave, ticket)
 
     def leave(self, now_s, ticket):
@@ -104,4 +107,5 @@ class Simulation:
                 deadline_s=now_s + deadline_s * self.rng.uniform(0.8, 1.2),
                 priority=self.rng.choice(priorities),
             )
+            self.deadlines_s[work] = deadline_s
             self.at(now_s, self.offer, work)

@@ -1,12 +1,15 @@
 """Admission under virtual time: overload, deadlines, shares, priorities, KV, refusals."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import Overloaded
 from baton.router.admission.admission import HIGH, LOW, NORMAL, Capacity, RequestWork
-from baton.router.admission.fair_queue import MIN_RETRY_S, DeficitRoundRobin, FairQueue, QueueLimits, Ticket
+from baton.router.admission.deficit_round_robin import DeficitRoundRobin, Ticket, band_of
+from baton.router.admission.fair_queue import MIN_RETRY_S, FairQueue, QueueLimits
 from baton.tests.router.load_simulation import Simulation
 
 SECONDS = 10.0
@@ -108,6 +111,91 @@ def test_far_deadlines_take_no_room_from_near_ones():
     with pytest.raises(Overloaded) as refused:
         queue.offer(work("f", deadline_s=6.0), 0.0)
     assert refused.value.fields["reason"] == "priority"
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 5))])
+@pytest.mark.parametrize("priority", [NORMAL, HIGH])
+@pytest.mark.parametrize("far_s", [7.0, 25.0, 600.0])
+def test_one_tenants_far_and_near_deadlines_keep_each_other_out_at_no_load(far_s, priority, seed):
+    """b has half of the capacity. Near and far ones of a have a quarter of the other half at least."""
+    seconds = 120.0
+    simulation = Simulation(seed=seed, rate=2000.0)
+    for tenant, load, deadline_s in (("a", 1.5, far_s), ("a", 1.5, 5.0), ("b", 1.5, 12.0)):
+        simulation.arrivals(load, seconds, tenants={tenant: 1}, deadline_s=deadline_s, priorities=(priority,))
+    result = simulation.run(seconds)
+    assert result.num_late == 0
+    require_fair_shares(result)
+    total = sum(result.tokens_in_time.values())
+    assert total / seconds / simulation.capacity_tokens_per_s >= 0.9
+    near, far = (result.tokens_in_time_by_deadline[deadline_s] for deadline_s in (5.0, far_s))
+    assert min(near, far) >= total / 8
+
+
+@pytest.mark.fast
+@pytest.mark.long
+def test_a_tenants_few_near_deadlines_all_find_room():
+    seconds = 60.0
+    simulation = Simulation(seed=1, rate=2000.0)
+    simulation.arrivals(3.0, seconds, tenants={"a": 1}, deadline_s=600.0)
+    simulation.arrivals(0.2, seconds, tenants={"a": 1}, deadline_s=5.0)
+    offered = sum(work.num_tokens for work, deadline_s in simulation.deadlines_s.items() if deadline_s == 5.0)
+    result = simulation.run(seconds)
+    assert result.num_late == 0
+    assert result.tokens_in_time_by_deadline[5.0] >= 0.95 * offered
+
+
+@pytest.mark.fast
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("ab"),
+            st.floats(0.1, 2.0),
+            st.sampled_from((0.5, 3.0, 30.0, 600.0)),
+            st.sampled_from((LOW, NORMAL, HIGH)),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 1000),
+)
+@settings(max_examples=20, deadline=None)
+def test_whatever_deadlines_are_asked_for_nobody_accepted_is_late(streams, seed):
+    simulation = Simulation(seed=seed, rate=2000.0)
+    for tenant, load, deadline_s, priority in streams:
+        stream = {"tenants": {tenant: 1}, "deadline_s": deadline_s, "priorities": (priority,), "tokens": (50, 300)}
+        simulation.arrivals(load, 5.0, **stream)
+    result = simulation.run(5.0)
+    assert result.num_late == 0
+    assert not simulation.queue._num_waiting_of
+
+
+@pytest.mark.fast
+def test_a_tenants_far_deadlines_take_no_room_from_its_near_ones():
+    queue = FairQueue(QueueLimits(ahead=1, margin_s=0.0))
+    queue.set_capacity(Capacity(tokens_per_s=100.0))
+    queue.first_token(queue.offer(work(deadline_s=30.0), 0.0))
+    far = [queue.offer(work(deadline_s=30.0), 0.0) for _ in range(12)]
+    near = queue.offer(work(deadline_s=6.0), 0.0)
+    with pytest.raises(Overloaded, match=r"one of 1, and of that .* one of 2") as refused:
+        queue.offer(work(deadline_s=6.0), 0.0)
+    assert refused.value.fields["reason"] == "tenant"
+    granted = []
+    for now_s in range(1, 14):
+        (ticket,) = queue.grant(now_s)
+        granted.append(ticket)
+        queue.first_token(ticket)
+    assert granted.index(near) <= 4, "near ones do not wait behind far ones"
+    assert granted.index(far[1]) <= 4, "nor far ones behind near ones"
+
+
+@pytest.mark.fast
+def test_bands_are_forgotten_with_their_tenants():
+    queue = FairQueue(QueueLimits(memory_s=5.0))
+    for at in range(20):
+        queue.leave(queue.offer(work("a", deadline_s=at + 2.0**at), float(at)))
+    assert len(queue._bands["a"]) <= 6, "of the last 5 s"
+    queue.offer(work("b"), 100.0)
+    assert list(queue._bands) == ["b"]
 
 
 @pytest.mark.fast
@@ -244,36 +332,99 @@ def test_a_request_larger_than_all_kv_still_goes_when_it_is_alone():
 
 def ring_of(items, quantum=10):
     ring = DeficitRoundRobin(quantum)
-    tickets = [Ticket(work(tenant, tokens, priority=priority)) for tenant, tokens, priority in items]
+    tickets = [Ticket(work(tenant, tokens, priority=priority), *band) for tenant, tokens, priority, *band in items]
     for ticket in tickets:
         ring.add(ticket)
     return ring, tickets
 
 
-@pytest.mark.fast
-def test_tenants_take_turns_by_tokens_and_priorities_go_first():
-    ring, _ = ring_of([("a", 10, NORMAL)] * 8 + [("b", 40, NORMAL)] * 2 + [("c", 1, HIGH)])
-    order = []
+def taken(ring):
+    """Tickets in the order in which they are taken."""
     while (ticket := ring.next()) is not None:
         assert ring.next() is ticket
         ring.take(ticket)
-        order.append(ticket.work.tenant)
+        yield ticket
+
+
+@pytest.mark.fast
+def test_tenants_take_turns_by_tokens_and_priorities_go_first():
+    ring, _ = ring_of([("a", 10, NORMAL)] * 8 + [("b", 40, NORMAL)] * 2 + [("c", 1, HIGH)])
+    order = [ticket.work.tenant for ticket in taken(ring)]
     assert order[0] == "c"
     assert sorted(order[1:6]) == ["a"] * 4 + ["b"], "as many tokens each"
 
 
+RING_ITEMS = st.lists(
+    st.tuples(
+        st.sampled_from("abc"), st.integers(1, 5000), st.sampled_from((LOW, NORMAL, HIGH)), st.sampled_from((0, 3, 10))
+    ),
+    max_size=60,
+)
+
+
 @pytest.mark.fast
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5000), st.sampled_from((LOW, NORMAL, HIGH)))))
+@given(RING_ITEMS)
 @settings(max_examples=100, deadline=None)
-def test_a_ring_gives_everything_out_once_and_no_tenant_gets_far_ahead(items):
+def test_a_ring_gives_everything_out_once_and_each_flow_in_order_of_arrival(items):
     ring, tickets = ring_of(items, quantum=64)
-    served = []
-    while (ticket := ring.next()) is not None:
-        ring.take(ticket)
-        served.append(ticket)
+    served = list(taken(ring))
     assert len(served) == len(tickets) == len(set(served))
-    assert (ring._queues, ring._deficits) == ({}, {})
+    assert not ring
+    assert [ticket.work.priority for ticket in served] == sorted((item[2] for item in items), reverse=True)
+
+    def flow_of(ticket):
+        return ticket.work.priority, ticket.work.tenant, ticket.band
+
+    for flow in {flow_of(ticket) for ticket in tickets}:
+        key = [ticket for ticket in served if flow_of(ticket) == flow]
+        assert key == [ticket for ticket in tickets if flow_of(ticket) == flow]
+
+
+def require_equal_turns(served, flow_of, bound):
+    """As long as two flows have requests waiting, one is never `bound` tokens ahead of the other."""
+    last = {flow_of(ticket): at for at, ticket in enumerate(served)}
+    tokens = dict.fromkeys(last, 0)
+    for at, ticket in enumerate(served):
+        tokens[flow_of(ticket)] += ticket.work.num_tokens
+        waiting = [tokens[flow] for flow in tokens if last[flow] > at]
+        assert not waiting or max(waiting) - min(waiting) <= bound
+
+
+@pytest.mark.fast
+@given(RING_ITEMS)
+@settings(max_examples=100, deadline=None)
+def test_waiting_tenants_and_bands_of_one_tenant_get_as_many_tokens_each(items):
+    """So a request without a deadline waits only for its turn, however many near deadlines its tenant has."""
+    quantum, most = 64, max((item[1] for item in items), default=0)
+    ring, _ = ring_of([(tenant, tokens, NORMAL, band) for tenant, tokens, _, band in items], quantum)
+    served = list(taken(ring))
+    require_equal_turns(served, lambda ticket: ticket.work.tenant, 2 * (most + quantum))
     for tenant in "abc":
-        for priority in (LOW, NORMAL, HIGH):
-            key = [t for t in served if (t.work.tenant, t.work.priority) == (tenant, priority)]
-            assert key == [t for t in tickets if t in key], "in order of arrival"
+        own = [ticket for ticket in served if ticket.work.tenant == tenant]
+        require_equal_turns(own, lambda ticket: ticket.band, 2 * (most + quantum))
+
+
+@pytest.mark.fast
+@given(RING_ITEMS, st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_a_ring_survives_requests_that_come_give_up_and_go_out_of_turn(items, rng):
+    ring, waiting = ring_of([], quantum=64)
+    for tenant, tokens, priority, band in items:
+        ticket = Ticket(work(tenant, tokens, priority=priority), band)
+        ring.add(ticket)
+        waiting.append(ticket)
+        if rng.random() < 0.6:
+            ticket = rng.choice([ring.next(), rng.choice(waiting)])
+            rng.choice([ring.take, ring.drop])(ticket)
+            waiting.remove(ticket)
+        assert bool(ring) == bool(waiting)
+        assert ring.next() in (waiting or [None])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("room_s", "band"),
+    [(-1.0, -1), (0.0, -1), (0.49, -1), (0.5, 0), (1.0, 1), (7.9, 3), (8.0, 4), (600.0, 10), (4e3, 12), (math.inf, 12)],
+)
+def test_bands_are_powers_of_two_seconds(room_s, band):
+    assert band_of(room_s) == band

@@ -23,6 +23,7 @@ MODULES = [
     for name in (
         "admission.admission_queue",
         "admission.fair_queue",
+        "admission.deficit_round_robin",
         "admission.admission",
     )
 ]
