@@ -411,6 +411,11 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
 
 MAX_EXACT: Final = 1 << 53  # the largest range of exact integers: the library reads numbers as floats
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# Of an integer's exclusive bound: the key of the inclusive one, the difference, and which of two bounds holds.
+_INCLUSIVE: Final[Mapping[str, tuple[str, int, Callable[[Any, Any], Any]]]] = {
+    "exclusiveMinimum": ("minimum", 1, max),
+    "exclusiveMaximum": ("maximum", -1, min),
+}
 
 
 def followed_schema(schema: Any) -> Any:
@@ -426,22 +431,60 @@ def followed_schema(schema: Any) -> Any:
 
 
 def _require_exact(schema: Mapping[str, Any], path: str) -> None:
-    """Reject integers that the library would change.
-
-    It writes a value with the digits that a float needs, and clamps the bounds of an integer to 64 bits.
-    """
+    """Reject integers that the library would change: it writes a value with the digits that a float needs."""
     for key in ("const", "enum"):
         for value in _integers(schema.get(key)):
-            if abs(value) > MAX_EXACT and Decimal(repr(float(value))) != value:
+            if abs(value) > MAX_EXACT and not _is_written(value):
                 raise ValueError(f"{path}/{key}: {value} is not exact as a float; let it be a string")
-    is_integer = schema.get("type") in ("integer", ["integer"])
-    for key in _BOUNDS:
-        for value in _integers(schema.get(key)):
-            if abs(value) <= MAX_EXACT:
-                continue
-            read: Any = min(max(int(float(value)), -1 << 63), (1 << 63) - 1)
-            if (read if is_integer else Decimal(repr(float(value)))) != value:
-                raise ValueError(f"{path}/{key}: {value} is not exact as a float; take one that is")
+
+
+def _exact_bounds(schema: dict[str, Any], path: str) -> dict[str, Any]:
+    """An equivalent schema whose bounds the library does not change.
+
+    It reads numbers as floats, not always the nearest one to a text with a point. It clamps the bounds of an integer to
+    64 bits, and takes one from or adds one to its exclusive bounds as floats. So those become inclusive here.
+
+    Raises:
+        ValueError: there is no such schema.
+    """
+    whole = {key: found for key in _BOUNDS if (found := _whole(schema.get(key))) is not None}
+    if not whole:
+        return schema
+    schema = schema | whole
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    is_integer = "integer" in kinds and "number" not in kinds
+    for key, value in whole.items():
+        if abs(value) < MAX_EXACT:
+            continue
+        if key in _INCLUSIVE and is_integer:
+            inclusive, step, innermost = _INCLUSIVE[key]
+            del schema[key]
+            bound, other = value + step, schema.get(inclusive)
+            if other is None or innermost(bound, other) == bound:
+                schema[inclusive] = bound
+        elif key in _INCLUSIVE and "number" not in kinds:
+            raise ValueError(f"{path}/{key}: {value} is not exact without a type beside it")
+        else:
+            bound = value
+        clamped = min(max(int(float(bound)), -1 << 63), (1 << 63) - 1)
+        is_read = clamped == bound if is_integer else _is_written(bound)
+        if not is_read or (None in kinds and clamped != bound):
+            raise ValueError(f"{path}/{key}: {value} is not exact as a float; take one that is")
+    return schema
+
+
+def _whole(value: Any) -> int | None:
+    """An integer that a JSON number is; None if it is none."""
+    if isinstance(value, float) and math.isfinite(value):
+        digits = Decimal(repr(value))
+        return int(digits) if digits == digits.to_integral_value() else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _is_written(value: int) -> bool:
+    """Whether the digits that a float needs are this integer's."""
+    return Decimal(repr(float(value))) == value
 
 
 def _require_distinct(schema: Mapping[str, Any], path: str) -> None:
@@ -494,6 +537,7 @@ def _rewritten(schema: Any, root: Any, path: str, *, are_names: bool = False) ->
     }
     if not are_names:
         _require_exact(found, path)
+        found = _exact_bounds(found, path)
         _require_distinct(found, path)
         _require_grounded(schema, root, path)
     if are_names or KEYWORD not in found:

@@ -1,10 +1,13 @@
 """What of a schema the grammar library would read as something else: refused, or followed to the letter."""
 
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.core.errors import InvalidGrammar
 from baton.core.requests.answer_structure import STRUCTURE, AnswerStructure, CallableTool, CallForm, Calls
@@ -39,6 +42,10 @@ def takes(compiler, schema, text):
         {"type": "integer", "minimum": EXACT - 1, "maximum": EXACT},
         {"type": "integer", "minimum": 1 << 60, "maximum": (1 << 60) + 256},
         {"type": "integer", "maximum": MAX_I64},
+        {"type": "integer", "maximum": float(EXACT - 1)},  # a float, of which the library would read another
+        {"type": "integer", "exclusiveMaximum": EXACT + 1},
+        {"type": ["integer", "string"], "exclusiveMinimum": -EXACT - 1, "minimum": -(1 << 60)},
+        {"type": "integer", "exclusiveMaximum": MAX_I64 + 1, "maximum": 1 << 60},
     ],
     ids=json.dumps,
 )
@@ -58,7 +65,11 @@ def test_large_integers_that_are_exact_are_followed(compiler, schema):
         ({"const": 1 << 64}, "not exact"),  # exact, but written with other digits
         ({"const": 10**400}, "malformed|not exact"),
         ({"items": {"type": "integer", "minimum": EXACT + 1}}, "#/items/minimum: 9007199254740993"),
-        ({"type": "integer", "exclusiveMaximum": EXACT + 1}, "#/exclusiveMaximum"),
+        ({"type": "integer", "exclusiveMaximum": EXACT + 2}, "#/exclusiveMaximum: 9007199254740994 is not exact"),
+        ({"type": ["integer", "null"], "exclusiveMinimum": EXACT}, "#/exclusiveMinimum"),
+        ({"type": "integer", "maximum": 1e19}, "#/maximum: 10000000000000000000 is not exact"),
+        ({"minimum": 1e19}, "#/minimum"),
+        ({"exclusiveMaximum": 1 << 60}, "#/exclusiveMaximum: 1152921504606846976 is not exact without a type"),
         ({"type": "integer", "maximum": (1 << 64) - 1}, "#/maximum"),
         ({"type": "number", "maximum": MAX_I64}, "#/maximum"),
     ],
@@ -71,6 +82,32 @@ def test_integers_that_a_float_is_not_are_refused(schema, match):
         tool = CallableTool("f", {"type": "object", "properties": {"a": schema}})
         with pytest.raises(InvalidGrammar, match=r"not exact|malformed"):
             library_text(STRUCTURE, AnswerStructure(calls=Calls.REQUIRED, tools=(tool,), form=form).to_json())
+
+
+@pytest.mark.long
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+    st.sampled_from(("integer", "number", None, ["integer", "null"])),
+    st.tuples(st.sampled_from((20, 52, 53, 54, 60, 63, 64)), st.integers(-4, 4), st.sampled_from((1, -1))),
+    st.booleans(),
+)
+def test_a_bound_is_followed_or_refused(compiler, key, kind, number, is_float):
+    exponent, more, sign = number
+    bound = sign * ((1 << exponent) + more)
+    schema = {key: float(bound) if is_float else bound} | ({} if kind is None else {"type": kind})
+    bound = int(Decimal(repr(schema[key])))
+    try:
+        for value in (*range(bound - 3, bound + 4), bound - 1025, bound + 1025, 2 * bound, -bound, 0):
+            allowed = {
+                "minimum": value >= bound,
+                "maximum": value <= bound,
+                "exclusiveMinimum": value > bound,
+                "exclusiveMaximum": value < bound,
+            }
+            assert takes(compiler, schema, str(value)) == allowed[key], (schema, value)
+    except InvalidGrammar:
+        assert abs(bound) >= EXACT
 
 
 def test_names_and_notes_hold_any_integer():
