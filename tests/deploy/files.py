@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FOR_GRAFANA = {"$__rate_interval": "5m", "$worker": ".*"}
+FOR_GRAFANA = {"$__rate_interval": "5m", "$worker": ".*", "$instance": "router"}
 
 
 def groups():

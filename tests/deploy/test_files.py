@@ -121,6 +121,19 @@ def test_panels_have_their_own_place_and_number():
         assert len({target["refId"] for target in panel.get("targets", ())}) == len(panel.get("targets", ()))
 
 
+def test_panels_show_one_deployment():
+    """As for rules. Of the chosen router, not of several ones, so that a legend need not name it."""
+    [chosen] = [one for one in dashboard()["templating"]["list"] if one["name"] == "instance"]
+    assert not chosen["multi"] and not chosen["includeAll"]
+    [workers] = [one for one in dashboard()["templating"]["list"] if one["name"] == "worker"]
+    assert 'instance="$instance"' in workers["query"]["query"]
+    targets = [target for panel in dashboard()["panels"] for target in panel.get("targets", ())]
+    assert targets
+    for target in targets:
+        for selector in parse(target["expr"].replace("$__rate_interval", "5m")).selectors:
+            assert ("instance", "=", "$instance") in selector.matchers, target["expr"]
+
+
 @pytest.mark.parametrize(
     "text",
     [
