@@ -243,7 +243,7 @@ class Engine:
         self.tally = StepTally(runner.num_draft_tokens)
         self.num_prompts = 0  # computed here completely
         self.num_not_finite = 0  # sequences that ended because the model returned NaN or an infinity
-        self.num_prompt_tokens = 0  # computed by chunks; not counted once the sequence has output
+        self.num_prompt_tokens = 0  # computed by chunks; those that are computed again count once
         self.speculation = speculation or Speculation(runner.num_draft_tokens, runner.num_draft_tokens, clock)
         self._role = role
         self._clock = clock
@@ -607,12 +607,18 @@ class Engine:
             if proposed:
                 self.tally.add_drafts(item.sequence.method or planned.method, 0, proposed, accepted)
 
+    def _count_prompt_tokens(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Count a chunk's prompt tokens, less those that were counted before the sequence was preempted."""
+        end = min(chunk.end, sequence.request.prompt_len)
+        self.num_prompt_tokens += max(0, end - max(chunk.start, sequence.num_counted))
+        sequence.num_counted = max(sequence.num_counted, end)
+
     def _take_chunks(self, flight: _Flight, output: StepOutput, now_s: float) -> list[Published]:
         published: list[Published] = []
         for (sequence, chunk), is_last, made in zip(flight.chunks, flight.ends, output.chunks, strict=True):
             if sequence.phase is not Phase.RUNNING:
                 continue
-            self.num_prompt_tokens += 0 if sequence.token_ids else chunk.length
+            self._count_prompt_tokens(sequence, chunk)
             if sequence.request.trace is not None:
                 sequence.chunks.append((flight.launched_s, now_s, chunk.start, chunk.length))
             if made.error is not None:

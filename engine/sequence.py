@@ -59,6 +59,7 @@ class Sequence:
         num_lost: positions that a preemption dropped and that are to be recomputed.
         num_preemptions: number of times that it was preempted.
         num_scripted: number of preemptions that a test requested.
+        num_counted: prompt tokens up to which the engine has counted them as computed.
         num_reported: prompt tokens whose log-probabilities were reported.
         block_hashes: hashes of its prompt's full blocks; empty if it shares nothing.
         is_unsound: its KV may hold NaN or infinities, so no more of its blocks are registered for sharing.
@@ -100,6 +101,7 @@ class Sequence:
     num_lost: int = 0
     num_preemptions: int = 0
     num_scripted: int = 0
+    num_counted: int = 0
     num_reported: int = 0
     block_hashes: tuple[bytes, ...] = ()
     is_unsound: bool = False

@@ -88,6 +88,15 @@ def test_preempted_at_any_token(at, k, way):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_a_prompt_that_is_computed_again_counts_once(at):
+    requests = [request_of(tuple(range(length)), k=0, max_tokens=9) for length in (17, 3, 11)]
+    engine, results = run(requests, way="recompute", chunk_len=5, preempt_at=(at,))
+    assert sum(result.num_preemptions for result in results) >= 2
+    assert engine.engine.num_prompt_tokens == 17 + 3 + 11
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("way", ["recompute", "offload"])
 @pytest.mark.parametrize("at", [1, 4, 9])
 @pytest.mark.long
