@@ -115,6 +115,7 @@ class Deployment:
         self._parts = parts or Factories()
         self._name = _name_of(config)
         self._secret: DeploymentSecret | None = None
+        self._new_secret_file: Path | None = None  # made by this start, and not needed before it has met Ray
         self._ray: RaySession | None = None
         self._crew: Crew | None = None
         self._supervisor: SupervisorProcess | None = None
@@ -248,6 +249,9 @@ class Deployment:
             if self._supervisor is not None:
                 self._supervisor.stop()
                 self._supervisor = None
+            if self._new_secret_file is not None and not self.address:  # no worker knows it
+                self._new_secret_file.unlink(missing_ok=True)
+            self._new_secret_file = None
             if self._dir is None:
                 return
             # Collected before Ray stops: processes that lose their parent are not found by descent any more. An
@@ -295,7 +299,9 @@ class Deployment:
         self._undertaker = Undertaker(self._dir)
         if self._on_log is not None:
             self._log_tail = LogTail(self._dir, self._on_log)
-        secret = self._secret = _secret_of(config, self._name)
+        kept = _secret_file_of(config, self._name)
+        self._new_secret_file = kept if kept is not None and not kept.exists() else None
+        secret = self._secret = _secret_of(config, kept)
         self._router = RouterProcess(lambda ports: self._router_command(model, ports), self._dir, secret)
         self._on_progress(0, num_total, "starting Ray and the router")
         if config.ray_address == "local":
@@ -413,11 +419,16 @@ def _name_of(config: ServeConfig) -> str:
     workers that a killed `baton serve` has left, and they find its router. If the router's port is arbitrary, they
     could not, so the name is random.
     """
-    port = config.grpc_port if config.admin_port is None else config.admin_port
-    if config.ray_address == "local" or port == 0:
+    if not _is_found_again(config):
         return f"baton-{secrets.token_hex(4)}"
     said = json.dumps([socket.gethostname(), config.model_dump(mode="json")], sort_keys=True)
     return f"baton-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+
+
+def _is_found_again(config: ServeConfig) -> bool:
+    """Whether the next `baton serve` may adopt the workers of a killed one."""
+    port = config.grpc_port if config.admin_port is None else config.admin_port
+    return config.ray_address != "local" and port != 0
 
 
 def _require_curve_key(config: ServeConfig) -> None:
@@ -436,19 +447,25 @@ def _require_curve_key(config: ServeConfig) -> None:
         raise ConfigInvalid(f"kv_{error.message}", keys=["kv_curve_key_file"]) from error
 
 
-def _secret_of(config: ServeConfig, name: str) -> DeploymentSecret:
+def _secret_file_of(config: ServeConfig, name: str) -> Path | None:
+    """File of this account that keeps a new secret, if the next `baton serve` that adopts the workers needs it."""
+    is_given = config.secret_file or DeploymentSecret.given() is not None
+    return None if is_given or not _is_found_again(config) else SECRETS / f"{name}.secret"
+
+
+def _secret_of(config: ServeConfig, kept: Path | None) -> DeploymentSecret:
     """Return the secret of the file that is named, else the one this process was started with, else a new one.
 
-    In a cluster a new one is kept in a file of this account, because the next `baton serve` that adopts the workers
-    needs it.
+    Args:
+        config: configuration of the deployment.
+        kept: file that keeps a new one.
     """
     if config.secret_file:
         return DeploymentSecret.of_file(Path(config.secret_file))
-    given = DeploymentSecret.given()
-    if given is not None or config.ray_address == "local":
-        return given or DeploymentSecret.new()
+    if kept is None:
+        return DeploymentSecret.given() or DeploymentSecret.new()
     SECRETS.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return DeploymentSecret.of_file(SECRETS / f"{name}.secret")
+    return DeploymentSecret.of_file(kept)
 
 
 @contextmanager

@@ -27,9 +27,12 @@ from baton.core.errors import (
     ModelMissing,
     PortInUse,
     RayLost,
+    RayUnavailable,
     WorkerLost,
     WorkerStartFailed,
 )
+from baton.core.inside import ENVIRONMENT as SECRET_VARIABLE
+from baton.core.inside import DeploymentSecret
 
 sys.path.insert(0, str(Path(__file__).parent))
 stubs = importlib.import_module("stubs")
@@ -85,6 +88,38 @@ def test_one_gpu_of_this_host_gets_one_worker(model, monkeypatch, ray_address, d
         pass
     (config,) = started
     assert config.prefill == expected
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("has_port", "has_met_ray", "was_there", "is_kept"),
+    [
+        (True, False, False, False),
+        (True, False, True, True),
+        (True, True, False, True),  # a worker may live on
+        (False, True, False, False),  # the next `baton serve` could not find it
+    ],
+)
+def test_a_start_that_meets_no_ray_leaves_no_secret(model, monkeypatch, has_port, has_met_ray, was_there, is_kept):
+    def fail(deployment, deadline_s, num_total):
+        if has_met_ray:
+            deployment.address = "127.0.0.1:1"
+        raise RayUnavailable("no Ray cluster answers at 127.0.0.1:1", address="127.0.0.1:1")
+
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)  # which tests have
+    folder = model / "secrets"
+    monkeypatch.setattr(deployment_module, "SECRETS", folder)
+    monkeypatch.setattr(deployment_module.Deployment, "_start_in_cluster", fail)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1] if has_port else 0
+    deployment = make(model, ray_address="127.0.0.1:1", device="cpu", grpc_port=port)
+    file = folder / f"{deployment._name}.secret"
+    if was_there:
+        folder.mkdir()
+        DeploymentSecret.of_file(file)
+    with pytest.raises(RayUnavailable), deployment:
+        pass
+    assert [path.name for path in folder.glob("*")] == ([file.name] if is_kept else [])
 
 
 @pytest.mark.fast
