@@ -319,6 +319,8 @@ class ControlOptions:
         borrow: parts of the budget that one arm may use while others leave theirs.
         patience: the larger, the less a trial's cost matters, and the more how long the arm has waited.
         surprise: how much better an arm must look, when it comes into use, to indicate that something changed.
+        probe_every: number of steps without drafts after which one that may not be a trial makes one draft, since it
+            shows acceptance, if no time.
         times: options of the step-time models.
         acceptance: options of the acceptance models.
     """
@@ -337,6 +339,7 @@ class ControlOptions:
     borrow: float = 2.0
     patience: float = 0.1
     surprise: float = 0.1
+    probe_every: int = 256
     times: TimeOptions = field(default_factory=TimeOptions)
     acceptance: AcceptanceOptions = field(default_factory=AcceptanceOptions)
 
@@ -409,6 +412,7 @@ class SpeculationControl:
         self._times_M = [StepTimeModel(max_drafts, options.times) for _ in range(num_methods)]
         self._acceptance_M = [AcceptanceModel(max_drafts, options.acceptance) for _ in range(num_methods)]
         self._num_paid_M = [0] * num_methods  # steps in a row whose drafts gained something
+        self._drafted_step_M = [0] * num_methods  # when it last made drafts, or was chosen to as a probe
         self._buckets: dict[int, _Bucket] = {}
         self._step = 0
         self._elapsed_s = 0.0
@@ -444,7 +448,8 @@ class SpeculationControl:
             batch_size: number of sequences.
             num_capable: for each draft j that any sequence may use, the number of sequences that may use it; None: all.
             allowed: arms to choose among, besides arm 0; None: all.
-            tries: whether the step may be a trial; False if its time would say nothing.
+            tries: whether the step may be a trial; False if its time would say nothing. Then it is a rare probe of
+                acceptance at most, with one draft where no drafts are in use.
         """
         assert batch_size >= 1
         shares = (1.0,) * self.max_drafts
@@ -483,6 +488,7 @@ class SpeculationControl:
         self._step += 1
         method, jumped = self.method_of(arm), False
         if arm:
+            self._drafted_step_M[method] = self._step
             has_paid = sum(accepted) > self._options.least_gain * batch_size
             self._num_paid_M[method] = self._num_paid_M[method] + 1 if has_paid else 0
         for other, acceptance in enumerate(self._acceptance_M):
@@ -546,14 +552,30 @@ class SpeculationControl:
         is_timed = self._times_M[self.method_of(in_use)].knows(name)
         if not is_timed:
             # All steps of this size had chunks so far, so only acceptance is known: if drafts are rejected, fewer are
-            # better.
-            candidates = [arm for arm in candidates if arm in (0, in_use) or self._is_part_of(arm, in_use)]
+            # better; if those of probes are accepted, one is.
+            candidates = [
+                arm
+                for arm in candidates
+                if arm in (0, in_use) or self._is_part_of(arm, in_use) or (not in_use and self.drafts_of(arm) == 1)
+            ]
         best = max(candidates, key=speed.__getitem__)
         if best != in_use and speed[best] > speed[in_use] + options.margin:
             if is_timed and speed[best] > speed[in_use] + options.surprise:
                 self._grant_trials(math.exp(min(outlook.log_s[best], 50.0)))
             bucket.in_use = in_use = best
-        return self._find_trial(name, bucket, in_use, outlook, arms) if tries and is_timed else in_use
+        if tries and is_timed:
+            return self._find_trial(name, bucket, in_use, outlook, arms)
+        return in_use or self._find_probe(arms)
+
+    def _find_probe(self, arms: list[int]) -> int:
+        """One draft of the method that made none for longest, if it is time for that; else arm 0."""
+        if self._step - max(self._drafted_step_M) < self._options.probe_every:
+            return 0
+        first = [arm for arm in arms if self.drafts_of(arm) == 1]
+        found = min(first, key=lambda arm: self._drafted_step_M[self.method_of(arm)], default=0)
+        if found:
+            self._drafted_step_M[self.method_of(found)] = self._step
+        return found
 
     def _is_part_of(self, arm: int, other: int) -> bool:
         """Whether an arm means fewer drafts of the same method than another."""

@@ -161,7 +161,7 @@ class Speculation:
             draft_caps: how many drafts each of its sequences may use; at least one sequence.
             kept: per sequence, how it drafts if it keeps that; empty if none does.
             has_chunks: whether the step may have prefill chunks, too. Then its time says nothing about drafts, so it is
-                no trial, which would only lengthen the gap that all streams wait for.
+                no trial, which would only lengthen the gap that all streams wait for. A rare one shows acceptance.
         """
         if draft_caps is not self._draft_caps:
             self._draft_caps = draft_caps

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.speculation.spec_control import SpeculationControl, bucket_of
+from baton.engine.speculation.spec_control import ControlOptions, SpeculationControl, bucket_of
 from baton.tests.engine import spec_regimes
 from baton.tests.engine.spec_regimes import MAX_DRAFTS, make_regime, run
 
@@ -194,6 +194,39 @@ def test_where_every_step_has_chunks_drafts_that_fall_are_given_up_without_a_tim
         control.observe(batch_size=size, num_drafts=k, step_s=0.0, tested=tested, accepted=stood)
         assert step < 20 or k == control.in_use(size)
     assert min(control.in_use(size), 1) == num_drafts
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("timed_size", [None, 8, 64])
+@pytest.mark.parametrize("num_methods", [1, 2])
+@pytest.mark.parametrize("size", [1, 64])
+def test_where_every_step_has_chunks_drafts_that_were_given_up_are_tried_again(timed_size, num_methods, size):
+    options = ControlOptions()
+    control = SpeculationControl(3, num_methods=num_methods, chooses_method=num_methods > 1, first_arm=1)
+
+    def serve(num_steps, good_method, size=size, step_s=0.0):
+        """The arms of steps in which all drafts of one method are accepted, and others refused."""
+        arms = []
+        for _ in range(num_steps):
+            arms.append(arm := control.choose(size, tries=bool(step_s)))
+            is_good = control.method_of(arm) == good_method
+            tested = [size] * (control.drafts_of(arm) if is_good else min(control.drafts_of(arm), 1))
+            accepted = tested if is_good else [0] * len(tested)
+            taken_s = step_s * (1 + control.drafts_of(arm) / 10)
+            control.observe(batch_size=size, num_drafts=arm, step_s=taken_s, tested=tested, accepted=accepted)
+        return arms
+
+    if timed_size:
+        serve(5, None, timed_size, 1.0)
+    serve(100, None)
+    probes = [arm for arm in serve(20 * options.probe_every, None) if arm]
+    assert 15 <= len(probes) <= 20, "rare"
+    assert {control.drafts_of(arm) for arm in probes} == {1}
+    assert len(set(probes)) == num_methods, "each method has its turn"
+    serve(5 * options.probe_every, num_methods - 1)
+    assert all(arm and control.method_of(arm) == num_methods - 1 for arm in serve(100, num_methods - 1))
+    serve(100, None)
+    assert control.in_use(size) == 0
 
 
 @pytest.mark.fast
