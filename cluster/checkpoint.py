@@ -259,16 +259,14 @@ def _judge_pool(
     Where it is known, a size that no worker could start with is an error here, as it is there (`worker.loading`).
     """
     from baton.model.checkpoint.fp8_scheme import kv_refusal
-    from baton.model.delta_sizes import with_delta_nets
 
     kv_dtype = config.kv_cache_dtype.of(dtype)
     for head_dim in {sizes.head_dim} if drafter is None else {sizes.head_dim, drafter.sizes.head_dim}:
         refusal = kv_refusal(config.kv_cache_dtype, head_dim, is_latent=sizes.latent is not None)
         found.errors += [] if refusal is None else [refusal]
     more = () if drafter is None else (drafter.kv_layer(kv_dtype),)
-    layers = (*(sizes.kv_layer(kv_dtype),) * num_layers, *more)
+    layers = (*sizes.kv_layers(num_layers, kv_dtype, dtype), *more)
     layout = KVLayout(model_hash="", layers=layers, block_size=config.block_size)
-    layout = with_delta_nets(layout, sizes.delta_net, sizes.delta_layers, dtype=dtype)
     found.facts |= {"kv_bytes_per_token": layout.bytes_per_position, "kv_tokens": None}
     found.facts |= {"state_bytes_per_sequence": layout.bytes_per_state_slot, "state_checkpoints": None}
     found.facts["state_checkpoint_interval"] = config.state_checkpoint_interval

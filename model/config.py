@@ -361,6 +361,19 @@ class ModelConfig:
             return self.latent.kv_layer(dtype)
         return attention_layer(self.num_kv_heads, self.head_dim, dtype)
 
+    def kv_layers(self, num_layers: int, kv_dtype: str, dtype: str) -> tuple[LayerLayout, ...]:
+        """What the pool layers of the first model layers keep of a sequence.
+
+        Args:
+            num_layers: number of model layers; the MTP layer follows the trunk's.
+            kv_dtype: of what attention layers keep.
+            dtype: the model's.
+        """
+        attention = (self.kv_layer(kv_dtype),)
+        state = () if self.delta_net is None else self.delta_net.pool_layers(dtype)
+        kept = (state if layer in self.delta_layers else attention for layer in range(num_layers))
+        return tuple(layout for layouts in kept for layout in layouts)
+
     def pool_layer(self, layer: int) -> int:
         """The first pool layer of a model layer; the MTP layer's follows the trunk's."""
         return layer + (POOL_LAYERS - 1) * sum(index < layer for index in self.delta_layers)

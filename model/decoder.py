@@ -21,9 +21,10 @@ from baton.model.delta_net import DeltaNet
 from baton.model.latent_attention import LatentAttention
 from baton.model.layers import MLP, RMSNorm, WeightSource
 from baton.model.moe import SparseMLP
+from baton.model.state_mixer import StateMixer
 
 R = TypeVar("R")
-Mixer = Attention | DeltaNet
+Mixer = Attention | StateMixer
 Pieces = Generator[tuple[Mixer, tuple[torch.Tensor, ...]], torch.Tensor, R]
 """Yields a mixer and what it reads of each row, is sent what it made, [T, M], and returns what all pieces made."""
 
@@ -69,7 +70,7 @@ class DecoderLayer:
     ) -> Pieces[tuple[torch.Tensor, torch.Tensor]]:
         """Rows x + added (x alone if None) -> rows, and what is to be added to them, all [T, D]."""
         normed_TD, x_TD = self.attention_norm.of_sum(x_TD, added_TD)
-        if isinstance(self.attention, DeltaNet):
+        if isinstance(self.attention, StateMixer):
             out_TX = yield self.attention, self.attention.project(normed_TD)
             mixed_TD = self.attention.join(out_TX)
         elif inputs.dealt is None:

@@ -15,58 +15,14 @@ from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeight
 from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.ops import Ops
 from baton.kvcache.pool import KVPool
-from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
 from baton.model.delta_sizes import POOL_LAYERS
-from baton.model.inputs import AttentionBatch, DecodeBatch, MixedBatch, PrefillBatch
 from baton.model.layers import WeightSource, joined
+from baton.model.state_mixer import StateMixer
 from baton.model.tensor_spec import delta_linears
 
 
-def state_rows(batch: AttentionBatch, pool: KVPool) -> tuple[StateRows, ...]:
-    """The rows of a pass in the form for layers with state: chunk segments separately, decode rows together."""
-    match batch:
-        case PrefillBatch():
-            return tuple(_chunks(batch, pool))
-        case DecodeBatch():
-            return (_decode_rows(batch, pool, 0),)
-        case MixedBatch():
-            chunks = tuple(_chunks(batch.prompts, pool))
-            return (*chunks, _decode_rows(batch.decode, pool, len(batch.prompts.positions_T)))
-
-
-def _chunks(batch: PrefillBatch, pool: KVPool) -> list[StateRows]:
-    assert batch.state_slots_B is not None
-    found = []
-    for index, first_row, start, length, keep_in in batch.segments():
-        first_B = batch.positions_T[first_row : first_row + 1]
-        rows = StateRows(
-            first_row=first_row,
-            num_rows=length,
-            positions_B=first_B,
-            counts_B=torch.full_like(first_B, length),
-            slots_B=batch.state_slots_B[index : index + 1],
-            scratch_slot=pool.num_state_slots,
-            start=start,
-            keep_in=keep_in,
-        )
-        found.append(rows)
-    return found
-
-
-def _decode_rows(batch: DecodeBatch, pool: KVPool, first_row: int) -> StateRows:
-    assert batch.state_slots_B is not None
-    return StateRows(
-        first_row=first_row,
-        num_rows=batch.positions_BQ.shape[1],
-        positions_B=batch.positions_BQ[:, 0],
-        counts_B=(batch.slots_BQ != pool.scratch_slot).sum(dim=1),
-        slots_B=batch.state_slots_B,
-        scratch_slot=pool.num_state_slots,
-    )
-
-
-class DeltaNet:
+class DeltaNet(StateMixer):
     """The gated delta net of one layer, whose state is in three pool layers from `layer` on.
 
     Attributes:
@@ -100,25 +56,16 @@ class DeltaNet:
         )
         self.out_DX = source.take_linear(*out)
         self._ops = ops
-        self.layer = layer
+        num_heads = len(a_log_HG)
+        self.pool_layers = range(layer, layer + POOL_LAYERS)
+        self.read_lens = num_heads * 2 * (sizes.key_dim + sizes.values_len), num_heads * 2 * sizes.num_values
+        self.made_len = num_heads * sizes.values_len
 
     def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What the mixer reads of each row: queries, keys, values and output gates [T, X], and the state's gates."""
         if self.both_XD is None:
             return self._ops.linear(x_TD, self.mixed_XD), self._ops.linear(x_TD, self.gates_XD)
         return self._ops.linear(x_TD, self.both_XD).tensor_split([-len(self.gates_XD)], dim=1)
-
-    def mix(self, read: tuple[torch.Tensor, ...], inputs: AttentionInputs) -> torch.Tensor:
-        """Result of `project` -> outputs of the value heads [T, H G V]; writes the state, then reports its layers."""
-        out_TX = self.carry(read, self.stored(inputs.pool), inputs.state_rows)
-        for layer in self.pool_layers:
-            inputs.on_layer(layer)
-        return out_TX
-
-    @property
-    def pool_layers(self) -> range:
-        """Pool layers of its convolution's inputs, its open tile, and its state."""
-        return range(self.layer, self.layer + POOL_LAYERS)
 
     def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:
         """The tensors of this layer alone that `carry` needs: what its sequences keep, of all slots, and weights."""

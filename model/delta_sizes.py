@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.core.errors import ModelUnsupported
 from baton.kernels.delta_net.sizes import CONV_RING, MAX_TAPS, RING, TILE, conv_len, state_len, tail_len
-from baton.kvcache.layout import Keep, KVLayout, LayerLayout
+from baton.kvcache.layout import Keep, LayerLayout
 
 POOL_LAYERS = 3  # of one gated delta net
 _KINDS = ("linear_attention", "full_attention")
@@ -49,8 +49,9 @@ class DeltaSizes:
     def _sizes(self) -> tuple[int, int, int]:
         return self.key_dim, self.value_dim, self.num_values
 
-    def pool_layers(self, dtype: str, wide_dtype: str) -> tuple[LayerLayout, ...]:
-        """What one layer keeps: inputs in the model's dtype, the rest in the wide one."""
+    def pool_layers(self, dtype: str) -> tuple[LayerLayout, ...]:
+        """What one layer keeps: inputs in the model's dtype, the rest in float32 or float64."""
+        wide_dtype = "float64" if dtype == "float64" else "float32"
         window = LayerLayout(
             num_heads=self.num_key_heads,
             num_parts=1,
@@ -102,15 +103,6 @@ def read_delta_layers(values: Mapping[str, Any], num_layers: int) -> frozenset[i
     if _KINDS[1] not in kinds:
         raise _refusal("layer_types", kinds, "without a layer of full attention, which is not implemented")
     return frozenset(index for index, kind in enumerate(kinds) if kind == _KINDS[0])
-
-
-def with_delta_nets(layout: KVLayout, sizes: DeltaSizes | None, layers: frozenset[int], *, dtype: str) -> KVLayout:
-    """A layout of attention layers in which delta layers are replaced by what these keep; `dtype` is the model's."""
-    if sizes is None:
-        return layout
-    kept = sizes.pool_layers(dtype, "float64" if dtype == "float64" else "float32")
-    made = [kept if index in layers else (layer,) for index, layer in enumerate(layout.layers)]
-    return replace(layout, layers=tuple(layer for some in made for layer in some))
 
 
 def _size(values: Mapping[str, Any], key: str, default: int) -> int:

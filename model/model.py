@@ -25,8 +25,7 @@ from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
 from baton.model.dealt_rows import DealtBatch, DealtRows, PassBatch, RowDeal
 from baton.model.decoder import Decoder, Pieces, computed
-from baton.model.delta_net import DeltaNet, state_rows
-from baton.model.delta_sizes import with_delta_nets
+from baton.model.delta_net import DeltaNet
 from baton.model.draft_head import HeadIds, columns_in_order, invert_d2t
 from baton.model.draft_names import DRAFT_HEAD
 from baton.model.eagle import EagleHead
@@ -35,6 +34,7 @@ from baton.model.inputs import DecodeBatch, positions_of, slots_of
 from baton.model.layers import WeightSource
 from baton.model.moe import SparseMLP
 from baton.model.mtp import MTPHead
+from baton.model.state_mixer import StateMixer, state_rows
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 
@@ -53,6 +53,7 @@ class Model:
         kv_dtype: how a pool for it stores K and V.
         why_no_triton: why Triton does not compute it, in words; "" if it does, or if no reason was given.
         vocab: the tokens of this rank.
+        state_mixer: its first layer with a recurrent state, with the sizes of all; None: it has no such layer.
         deal: how rows are distributed over ranks that attend; None: each rank attends for all rows.
         d2t_C: the tokens of a pruned draft head, ascending; None if it has all tokens.
         draft_columns_C: places of the `draft_logits` among this rank's W; None if the head has all tokens.
@@ -86,6 +87,8 @@ class Model:
         attention_ops = self._ops if deal is None else Ops(numerics, implementation=implementation)
         self.deal = deal
         self._decoder = Decoder(source, config, self._ops, attention_ops)
+        mixers = (layer.attention for layer in self._decoder.layers)
+        self.state_mixer = next((mixer for mixer in mixers if isinstance(mixer, StateMixer)), None)
         embedding_VD = self._decoder.embedding_VD
         self._mtp: MTPHead | EagleHead | None = None
         self._eagle: EagleConfig | None = None
@@ -219,12 +222,12 @@ class Model:
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """Layout of a pool for this model; the MTP layer is the last."""
-        dtype = self.kv_dtype.of(DTYPE_NAMES[self.dtype])
+        dtype = DTYPE_NAMES[self.dtype]
+        kv_dtype = self.kv_dtype.of(dtype)
         config, own_head = self.config, self.with_mtp and self._eagle is None
-        more = () if self._eagle is None else (self._eagle.kv_layer(dtype),)
-        layers = (*(config.kv_layer(dtype),) * (config.num_layers + own_head), *more)
-        layout = KVLayout(model_hash=config.model_hash, layers=layers, block_size=block_size, has_mtp=self.with_mtp)
-        return with_delta_nets(layout, config.delta_net, config.delta_layers, dtype=DTYPE_NAMES[self.dtype])
+        more = () if self._eagle is None else (self._eagle.kv_layer(kv_dtype),)
+        layers = (*config.kv_layers(config.num_layers + own_head, kv_dtype, dtype), *more)
+        return KVLayout(model_hash=config.model_hash, layers=layers, block_size=block_size, has_mtp=self.with_mtp)
 
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of every kind of GEMM, for `kernels.selftest.check_invariance`."""
@@ -298,7 +301,7 @@ class Model:
         dealt = None
         if isinstance(batch, DealtBatch):
             dealt, batch = batch.rows, batch.own
-        rows = state_rows(batch, pool) if self.config.delta_net is not None else ()
+        rows = () if self.state_mixer is None else state_rows(batch, pool)
         positions_T, slots_T = positions_of(batch), slots_of(batch)
         angles, routed = turns.angles(positions_T), self._routed(positions_T, slots_T, pool, dealt)
         return AttentionInputs(batch, slots_T, pool, *angles, on_layer, state_rows=rows, routed=routed, dealt=dealt)

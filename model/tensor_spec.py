@@ -283,6 +283,16 @@ def delta_linears(config: ModelConfig, prefix: str) -> tuple[tuple[str, ...], tu
     return names, (f"{prefix}.out_proj.weight",)
 
 
+def mixer_linears(config: ModelConfig, layer: int, prefix: str) -> tuple[tuple[str, ...], ...]:
+    """Weights of each GEMM of a layer's attention, or of what takes its place."""
+    if layer in config.delta_layers:
+        return delta_linears(config, f"{prefix}.linear_attn")
+    if config.latent is not None:
+        return tuple(names for names in latent_linears(config, f"{prefix}.self_attn") if names)
+    queries = tuple(f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv")
+    return queries, (f"{prefix}.self_attn.o_proj.weight",)
+
+
 def _norm_shift(config: ModelConfig) -> float:
     """The offset that is added to the weights of norms."""
     return 1.0 if config.has_plus_one_norms else 0.0

@@ -1,12 +1,12 @@
 """Replays the trunk of a step with prefill chunks in pieces: the host launches only the mixers.
 
-Mixers are attentions and gated delta nets. The work between two mixers depends only on the number of rows, not on their
-sequences. So it is captured for some numbers of rows, and a step is padded to the next of them. Mixers depend on
-lengths that differ between steps, and are launched between the pieces, by replaying the recorded launches of one layer
-(`kernels.launch_tape`). The idea of pieces is vLLM's (V1, piecewise CUDA graphs).
+Mixers are attentions and layers with a recurrent state (`StateMixer`). The work between two mixers depends only on the
+number of rows, not on their sequences. So it is captured for some numbers of rows, and a step is padded to the next of
+them. Mixers depend on lengths that differ between steps, and are launched between the pieces, by replaying the recorded
+launches of one layer (`kernels.launch_tape`). The idea of pieces is vLLM's (V1, piecewise CUDA graphs).
 
 Legend: N rows of a graph, T those of a step, A query heads, E columns of a query, V columns of a head's output (E
-except for attention over latents), X and Y columns that a delta net reads.
+except for attention over latents), M columns of what a mixer makes.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from baton.kvcache.pool import KVPool
 from baton.model.attention import Attention
 from baton.model.config import ModelConfig
 from baton.model.decoder import Mixer, Pieces
-from baton.model.delta_net import DeltaNet, state_rows
 from baton.model.inputs import AttentionBatch, positions_of, slots_of
 from baton.model.model import Model
+from baton.model.state_mixer import StateMixer, state_rows
 
 # With more rows, an H200 computes an 8B far longer than the host launches; in an MoE, few experts compute each row.
 MAX_ROWS: Final = 2048
@@ -54,7 +54,7 @@ class MixerRows:
     """Buffers between the pieces and the mixers of one kind.
 
     Attributes:
-        read: what the next mixer reads of each row: queries [N, A, E], or a delta net's [N, X] and [N, Y].
+        read: what the next mixer reads of each row: queries [N, A, E], or what a `StateMixer` projects.
         made_NM: what the mixer made.
     """
 
@@ -73,13 +73,13 @@ class RowBuffers:
     Attributes:
         numbers_3N: int64 token ids, positions and slots.
         attention: of every attention.
-        delta_net: of every gated delta net; None if the model has none.
+        state: of every layer with a recurrent state; None if the model has none.
         output_ND: hidden states after the final norm.
     """
 
     numbers_3N: torch.Tensor
     attention: MixerRows
-    delta_net: MixerRows | None
+    state: MixerRows | None
     output_ND: torch.Tensor
 
     @classmethod
@@ -92,24 +92,20 @@ class RowBuffers:
 
         numbers_3N = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
         numbers_3N[2] = pool.scratch_slot
-        num_heads, sizes = config.num_heads // tp_size, config.delta_net
+        num_heads, mixer = config.num_heads // tp_size, model.state_mixer
         attention = MixerRows((zeros(num_heads, config.query_dim),), zeros(num_heads * config.value_dim))
-        delta_net = None
-        if sizes is not None:
-            num_heads = sizes.num_key_heads // tp_size
-            read = zeros(num_heads * 2 * (sizes.key_dim + sizes.values_len)), zeros(num_heads * 2 * sizes.num_values)
-            delta_net = MixerRows(read, zeros(num_heads * sizes.values_len))
-        return cls(numbers_3N, attention, delta_net, zeros(model.trunk_width))
+        state = None if mixer is None else MixerRows(tuple(map(zeros, mixer.read_lens)), zeros(mixer.made_len))
+        return cls(numbers_3N, attention, state, zeros(model.trunk_width))
 
     def first(self, num_rows: int) -> "RowBuffers":
         """The first `num_rows` rows."""
-        delta_net = None if self.delta_net is None else self.delta_net.first(num_rows)
+        state = None if self.state is None else self.state.first(num_rows)
         attention, output_ND = self.attention.first(num_rows), self.output_ND[:num_rows]
-        return RowBuffers(self.numbers_3N[:, :num_rows], attention, delta_net, output_ND)
+        return RowBuffers(self.numbers_3N[:, :num_rows], attention, state, output_ND)
 
     def of_mixer(self, mixer: Mixer) -> MixerRows:
         """The buffers for a mixer's kind."""
-        rows = self.delta_net if isinstance(mixer, DeltaNet) else self.attention
+        rows = self.state if isinstance(mixer, StateMixer) else self.attention
         assert rows is not None
         return rows
 
@@ -176,7 +172,7 @@ class PiecewiseTrunk:
         mixing = _Mixing(self._buffers.first(num_rows), batch, self._pool)
         for replay, mixer in zip(self._replays, self._mixers, strict=False):
             replay()
-            if isinstance(mixer, DeltaNet):
+            if isinstance(mixer, StateMixer):
                 mixing.carry(mixer)
                 for layer in mixer.pool_layers:
                     on_layer(layer)
@@ -221,14 +217,14 @@ class _Mixing:
     def __init__(self, rows: RowBuffers, batch: AttentionBatch, pool: KVPool) -> None:
         self._rows, self._batch, self._pool = rows, batch, pool
         self._plans = SplitKVPlans()
-        self._state_rows = () if rows.delta_net is None else state_rows(batch, pool)
+        self._state_rows = () if rows.state is None else state_rows(batch, pool)
         stream = torch.cuda.current_stream(pool.device).cuda_stream if pool.device.type == "cuda" else 0
-        self._attentions, self._delta_nets = _Layers(stream), _Layers(stream)
+        self._attentions, self._state_mixers = _Layers(stream), _Layers(stream)
 
     @property
     def num_taped(self) -> int:
         """Number of layers launched by replaying a tape."""
-        return self._attentions.num_taped + self._delta_nets.num_taped
+        return self._attentions.num_taped + self._state_mixers.num_taped
 
     def attend(self, attention: Attention) -> None:
         """Compute attention for the queries."""
@@ -240,10 +236,10 @@ class _Mixing:
             made_TAV[first : first + len(part_XAV)].copy_(part_XAV)
             first += len(part_XAV)
 
-    def carry(self, net: DeltaNet) -> None:
+    def carry(self, mixer: StateMixer) -> None:
         """Carry the rows into their sequences' states."""
-        rows, stored = self._rows.of_mixer(net), net.stored(self._pool)
-        (out_TM,) = self._delta_nets.run(lambda: (net.carry(rows.read, stored, self._state_rows),), stored)
+        rows, stored = self._rows.of_mixer(mixer), mixer.stored(self._pool)
+        (out_TM,) = self._state_mixers.run(lambda: (mixer.carry(rows.read, stored, self._state_rows),), stored)
         rows.made_NM.copy_(out_TM)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from baton.model.checkpoint.fp8_tensors import NO_GEMM, Fp8Tensors, why_wide
 from baton.model.config import ModelConfig
-from baton.model.tensor_spec import TensorSpec, delta_linears, latent_linears, mlp_names
+from baton.model.tensor_spec import TensorSpec, mixer_linears, mlp_names
 
 
 def dequantized_weights(
@@ -41,14 +41,7 @@ def _gemms(config: ModelConfig, spec: TensorSpec) -> Iterator[tuple[list[tuple[s
     for layer, prefix in enumerate(prefixes):
         if f"{prefix}.input_layernorm.weight" not in spec.weights:  # the MTP head, if it is not loaded
             continue
-        if layer in config.delta_layers:
-            projections = list(delta_linears(config, f"{prefix}.linear_attn"))
-        elif config.latent is not None:
-            projections = [names for names in latent_linears(config, f"{prefix}.self_attn") if names]
-        else:
-            projections = [tuple(f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv")]
-            projections.append((f"{prefix}.self_attn.o_proj.weight",))
-        yield from (([names], False) for names in projections)
+        yield from (([names], False) for names in mixer_linears(config, layer, prefix))
         mlps = [] if config.is_sparse(layer) else [mlp_names(f"{prefix}.mlp")]
         if config.is_sparse(layer):
             experts = [config.expert_names(prefix, expert) for expert in range(config.num_experts)]
