@@ -29,7 +29,7 @@ TRANSPORTS_HEAD = """# KV transports
 each pair of workers can prove to work: {auto}. `baton doctor` lists those
 that a machine has; `baton doctor --address` shows which data path each pair uses, and why not a better one. Control
 messages use a control channel: gRPC for `grpc`, ZMQ for all others. [hand-off.md](hand-off.md) says how the two workers
-agree on a transport; [CONTRIBUTING.md](../CONTRIBUTING.md#adding-a-transport) says how to add one.
+agree on a transport; [extending.md](extending.md#adding-a-transport) says how to add one.
 
 | `--transport` | Data path | How payloads travel | Who writes D's pool | Pools in | Encrypted by |
 |---|---|---|---|---|---|

@@ -175,11 +175,7 @@ def test_every_symbol_is_in_the_file_that_is_named_with_it(page):
 QUESTIONS = {
     "Where a block's digest is checked": ("hand-off.md", "kvtransfer/receiver/protocol.py", "ReceiverFrames.landed"),
     "A decode worker dies between two tokens": ("failures.md", "router/attempt/continuation.py", "Continuation.failed"),
-    "What must change to serve a model whose layers keep a recurrent state": (
-        "engine.md",
-        "kvcache/layout.py",
-        "Model.kv_layout",
-    ),
+    "Adding a layer that keeps a recurrent state": ("extending.md", "kvcache/layout.py", "Model.kv_layout"),
 }
 
 
