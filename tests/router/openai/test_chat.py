@@ -447,6 +447,21 @@ async def test_the_final_message_may_be_continued():
         assert prompt_of(sent_to(running)[-1]).endswith("<assistant>OPEN")
 
 
+async def test_reasoning_effort_is_a_variable_of_the_template():
+    template = "{{ reasoning_effort }} {{ enable_thinking }}"
+    async with served(template) as (running, client):
+        for more, shown in (
+            ({"reasoning_effort": "high"}, "high "),
+            ({"reasoning_effort": "none"}, "none False"),
+            (
+                {"reasoning_effort": "none", "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
+                "none True",
+            ),
+        ):
+            await chat(client, **more)
+            assert prompt_of(sent_to(running)[-1]) == shown
+
+
 async def test_calls_in_the_form_that_the_template_speaks_of():
     template = "{% for message in messages %}{{ message.content }}{% endfor %}{# <function=name> #}"
     call = "<tool_call>\n<function=weather>\n<parameter=in>\nRome\n</parameter>\n</function>\n</tool_call>"
