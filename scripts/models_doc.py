@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "models.md"
 # Families by the names that tests have for them.
 FAMILIES = {
     "llama": "Llama 2, 3, 3.1, 3.2, 3.3",
-    "mistral": "Mistral 7B, Nemo, Small (no window, or none that bites)",
+    "mistral": "Mistral 7B, Nemo, Small (no sliding window shorter than the context)",
     "mixtral": "Mixtral",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
@@ -62,13 +62,15 @@ _EXPERTS = "tests/model/test_expert_parallel.py::test_logits_are_those_of_one_pr
 _E2E = "tests/e2e/test_families.py::"
 FEATURES = (
     Feature(
-        "bf16, f16",
+        "BF16, FP16",
         (
             f"{_LOGITS}[{{kind}}-*|{_HYBRID}test_logits_are_transformers[{{kind}}-*"
             f"|{_DEEPSEEK}test_logits_are_transformers[{{kind}}-*",
         ),
     ),
-    Feature("texts of transformers", ("tests/model/test_texts.py::test_greedy_texts_are_transformers[{kind}-*",)),
+    Feature(
+        "greedy texts as transformers", ("tests/model/test_texts.py::test_greedy_texts_are_transformers[{kind}-*",)
+    ),
     Feature(
         "FP8",
         (
@@ -77,7 +79,7 @@ FEATURES = (
         ),
     ),
     Feature("TP", (f"{_E2E}test_asynchronous_tokens_are_those_of_one_plain_run[{{kind}}-*-tp2]",)),
-    Feature("experts over ranks", (f"{_EXPERTS}[{{kind}}, 2 ranks]",)),
+    Feature("EP", (f"{_EXPERTS}[{{kind}}, 2 ranks]",)),
     Feature("hand-off", (f"{_E2E}test_disaggregated_tokens_are_those_of_one_process[{{kind}}-*",)),
     Feature("n-grams", (f"{_E2E}test_drafts_change_no_token_that_is_handed_over[{{kind}}-ngram-*",)),
     Feature("EAGLE-3", (f"{_E2E}test_drafts_change_no_token_that_is_handed_over[{{kind}}-eagle3-*",)),
@@ -92,7 +94,7 @@ FEATURES = (
 )
 REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("an architecture that is not implemented", {"architectures": ["GemmaForCausalLM"]}),
-    ("a window that bites", {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}),
+    ("a sliding window shorter than the context", {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}),
     ("Qwen2's window", {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}),
     (
         "Qwen2.5-1M beyond its first chunk",
@@ -119,19 +121,22 @@ HEAD = """# Models
 <!-- scripts/models_doc.py writes this file from the tests -->
 
 `baton check DIR` reports in a second or two what a directory would run as, or why it cannot. A cell is `yes` if the
-tests of its column pass for the family: logits within 1e-9 of transformers' in float64 on 1, 2 and 4 ranks, greedy
-texts equal to `transformers.generate`, every float8 layout, and tokens that do not change with tensor parallelism,
-hand-off, preemption or drafts. CUDA graphs, the prefix cache, `--kv-cache-dtype fp8` and `--batch-invariant` do not
-depend on the family; with `--batch-invariant`, torch computes the MoE layers. A test requires that every family uses as
-few torch operations per layer as Qwen3.
+test suite has the tests of its column for the family, which must pass: logits within 1e-9 of transformers' in float64
+on 1, 2 and 4 ranks (Qwen3.5, Qwen3-Next, DeepSeek-V3 and Kimi-K2 on 1 and 2), greedy texts equal to
+`transformers.generate`, every float8 layout, and tokens that do not change with tensor parallelism, hand-off,
+preemption or drafts. Except as stated below, CUDA graphs, the prefix cache, `--kv-cache-dtype fp8` and
+`--batch-invariant` do not depend on the family; with `--batch-invariant`, torch computes the MoE layers. A test
+requires that every family uses as few torch operations per layer as Qwen3.
+
+TP is tensor parallelism, EP is expert parallelism (`--enable-expert-parallel`).
 
 """
 TAIL = """
 Supported rope types: default, linear, dynamic, llama3 and yarn, each beyond the original context. YaRN lengthens the
 model's context if config.json names the original length. MTP needs a checkpoint that has an MTP head; EAGLE-3 needs a
 drafter for the model (`--draft-model`). Tool calls and reasoning follow the chat template, not the family
-([openai.md](openai.md)). `CONTRIBUTING.md` lists the files that another family takes. Kimi-K2 is published without a
-tokenizer.json; the error says how to convert its tiktoken.model.
+([chat-templates.md](chat-templates.md)). [extending.md](extending.md#adding-a-model) lists the files that another
+family takes. Kimi-K2 is published without a tokenizer.json; the error says how to convert its tiktoken.model.
 
 **Qwen3.5 and Qwen3-Next** keep a recurrent state per sequence (gated delta nets). The state is handed off, digested and
 preempted like KV, and rejected drafts need no undo. Their logits are tested against transformers' on 1 and 2 ranks; the
@@ -140,8 +145,8 @@ several prompts with a common beginning finds one, or with `--state-checkpoint-i
 that interval. Of eight groups of eight prompts (1,500 shared tokens, 700 of their own, in turn), 48 hit with room for
 12 checkpoints, and 56 with 32 at an interval of 1,024 or 40 at 512. `baton check` reports the size of a checkpoint: 90
 MiB for the 35B shape. On a GPU, Triton kernels compute these layers (`kernels/delta_net/`) and CUDA graphs replay
-decode steps; in steps with chunks they are launched between the graphs' pieces. Of a multimodal directory the text
-model is served.
+decode steps; in steps with chunks they are launched between the graphs' pieces
+([recurrent-state.md](recurrent-state.md)). Of a multimodal directory the text model is served.
 
 **DeepSeek-V3 and Kimi-K2** keep one row of latents per position, whole on every rank (`kernels/mla/latent_rows.py`).
 Decode rows attend to the latents directly (`kernels/mla/decode.py`). Prompts attend to keys and values that each layer
