@@ -123,3 +123,10 @@ def test_no_port_is_given_twice(name):
 def test_hosts_of_ones_own_are_scaled_by_the_first_autoscaler():
     start = yaml.safe_load((ROOT / "cluster.local.yaml").read_text())["head_start_ray_commands"][-1]
     assert "RAY_enable_autoscaler_v2=0" in start.split()
+
+
+@pytest.mark.fast
+def test_every_host_of_ones_own_declares_its_roles_and_the_head_may_have_one():
+    config = yaml.safe_load((ROOT / "cluster.local.yaml").read_text())
+    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        assert "--resources=\"$(cat /etc/baton/resources.json 2>/dev/null || echo '{}')\"" in config[key][-1]
