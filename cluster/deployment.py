@@ -61,7 +61,9 @@ from baton.router.access.flags import security_of
 
 END_GRACE_S = 2.0
 CHECK_INTERVAL_S = 0.5
-SECRETS = Path.home() / ".baton"  # secrets of deployments in clusters, by name
+# Secrets of deployments in clusters, by name. Not in a folder that the cluster file copies to other hosts: Ray restarts
+# itself on all of them if such a folder changes on the head.
+SECRETS = Path.home() / ".baton_secrets"
 RESTART_POLL_S = 0.05
 DRAIN_MARGIN_S = 3.0  # time for the router to end after its grace period
 RAY_FOLDER = "ray"  # Ray opens its folder to all accounts; the one around it is private

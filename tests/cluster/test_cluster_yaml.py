@@ -1,10 +1,12 @@
 """Both cluster files pass the checks that `ray up` would run, and avoid its traps."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from baton.cluster.deployment import SECRETS
 from baton.cluster.ray.certificates import TLS_VARIABLES
 
 ROOT = Path(__file__).parents[2]
@@ -130,3 +132,15 @@ def test_every_host_of_ones_own_declares_its_roles_and_the_head_may_have_one():
     config = yaml.safe_load((ROOT / "cluster.local.yaml").read_text())
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         assert "--resources=\"$(cat /etc/baton/resources.json 2>/dev/null || echo '{}')\"" in config[key][-1]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_kept_in_a_folder_whose_change_restarts_ray_everywhere(name):
+    """Ray's autoscaler runs the start commands again on each host if a mounted folder has changed on the head."""
+    config = yaml.safe_load((ROOT / name).read_text())
+    mounted = [Path(path).expanduser() for path in config["file_mounts"]]
+    starts = " ".join(config["head_start_ray_commands"] + config["worker_start_ray_commands"])
+    written = [SECRETS, *(Path(path).expanduser() for path in re.findall(r"(?:issue \S+|cd|--dir) (~/[\w.]+)", starts))]
+    assert len(written) >= 4
+    assert not [path for path in written if any(path.is_relative_to(folder) for folder in mounted)]
