@@ -43,6 +43,7 @@ TOP = {path.name for path in ROOT.iterdir()}
 # Flags of other programs, by whose they are.
 FOREIGN_FLAGS = {
     "--restart-only": "ray up",
+    "--no-restart": "ray up",
     "--redis-password": "ray start",
     "--appendonly": "redis-server",
     "--gpus": "scripts/gpu_decode.py, and docker",

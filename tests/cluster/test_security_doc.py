@@ -84,6 +84,19 @@ def test_the_files_that_commands_name_were_made_by_those_before(tmp_path):
 
 
 @pytest.mark.long
+def test_the_recipe_for_several_hosts_names_files_that_the_setup_makes(tmp_path):
+    for block in BLOCKS[:2]:
+        run(block, tmp_path)
+    recipe = (DOCS / "several-hosts.md").read_text()
+    secrets = set(re.findall(r"secrets/([a-z.]+)", recipe))
+    assert secrets <= {path.name for path in tmp_path.iterdir()}
+    assert {"host.pem", "host.key", "ca.pem", "clients.keys", "operators.keys"} <= secrets
+    copied = set(re.findall(r"~/.baton_tls/([a-z.]+)", recipe)) | set(re.findall(r"~/([a-z]+\.keys)", recipe))
+    assert len(copied) == 5 and copied <= secrets
+    assert "DNS.1 = baton.internal" in SETUP and "--tls-server-name baton.internal" in recipe
+
+
+@pytest.mark.long
 def test_every_flag_and_variable_exists():
     flags = set(re.findall(r"--[a-z][a-z-]+[a-z]", TEXT))
     known = {f"--{name.replace('_', '-')}" for name in ServeConfig.model_fields} | COMMON
