@@ -5,7 +5,7 @@ interleaved by key heads. The work between the projections (`kernels.delta_net.l
 group holds a range of key heads with all that belongs to them.
 
 Legend: T tokens, D hidden size, B sequences, L rows of each, H key heads (of this rank), G value heads of one, K and V
-sizes of their heads, X channels of a key head.
+sizes of their heads, X channels of a key head, M = H G V.
 """
 
 import torch
@@ -85,9 +85,9 @@ class DeltaNet(StateMixer):
         kept = DeltaKept(conv_NHRX, DeltaState(tail_NHRY, state_NHZ))
         return self._ops.delta_layer(self._projected(*read), weights, kept, rows)
 
-    def join(self, out_TX: torch.Tensor) -> torch.Tensor:
+    def join(self, out_TM: torch.Tensor) -> torch.Tensor:
         """Output projection, [T, H G V] -> [T, D]."""
-        return self._ops.linear_inner(out_TX, self.out_DX)
+        return self._ops.linear_inner(out_TM, self.out_DX)
 
     def _projected(self, mixed_TX: torch.Tensor, gates_TX: torch.Tensor) -> DeltaProjected:
         """Views of the GEMM outputs' rows."""
