@@ -99,12 +99,14 @@ class DataPathOffer(_message.Message):
     def __init__(self, data_path: _Optional[str] = ..., raw: _Optional[_Union[RawOffer, _Mapping]] = ..., shm: _Optional[_Union[ShmOffer, _Mapping]] = ..., nvlink: _Optional[_Union[NvlinkOffer, _Mapping]] = ..., nixl: _Optional[_Union[NixlOffer, _Mapping]] = ..., details: _Optional[bytes] = ...) -> None: ...
 
 class RawOffer(_message.Message):
-    __slots__ = ("address", "token")
+    __slots__ = ("address", "token", "listener_id")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LISTENER_ID_FIELD_NUMBER: _ClassVar[int]
     address: str
     token: bytes
-    def __init__(self, address: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
+    listener_id: bytes
+    def __init__(self, address: _Optional[str] = ..., token: _Optional[bytes] = ..., listener_id: _Optional[bytes] = ...) -> None: ...
 
 class PoolPlace(_message.Message):
     __slots__ = ("offset_bytes", "num_bytes", "num_blocks", "block_size", "tp_rank", "tp_size", "num_state_slots")

@@ -24,7 +24,7 @@ _U64: Final = struct.Struct("<Q")
 
 
 def connection_pass(key: bytes) -> str:
-    """Return the token that a connection presents before any of its data is read or kept.
+    """Return the password that a ZMQ connection or a gRPC stream shows before any of its data is read or kept.
 
     It bounds the resources that a stranger can use. It does not authenticate: an eavesdropper can replay it, and HELLO
     is what admits a peer.
@@ -45,6 +45,12 @@ class KvProofs:
     def __init__(self, key: bytes) -> None:
         assert key, "there is no hand-off without a key"
         self._key = key
+
+    # Both sides of a raw connection
+
+    def connection_proof(self, label: bytes, *said: bytes) -> bytes:
+        """Return the proof of one side of a connection, over all that was said on it (`protocol.preface`)."""
+        return self._mac(label, *said)
 
     # The prefill worker's side
 

@@ -91,7 +91,7 @@ class TransportCounts:
     Attributes:
         messages_lost: messages posted here and dropped because the peer was gone or its queue full.
         messages_refused: messages that arrived in no format that this transport knows.
-        connections_refused: wrong key or token, unknown peer, bad header, too many, or too slow to identify themselves.
+        connections_refused: wrong key or proof, unknown peer, bad header, too many, or too slow to prove themselves.
         payloads_cut: frames whose connection ended before their payload.
         data_paths_failed: data paths that could not be opened, or broke; payloads then travel inline.
         frames_fallen_back: frames that were meant for another data path and went inline.

@@ -16,9 +16,11 @@ import zmq
 from baton.core.config import KVTransferConfig
 from baton.core.errors import PortInUse
 from baton.core.kv_transports import INLINE, RAW, data_path_order, is_one_sided
+from baton.kvtransfer.protocol.preface import LISTENER_ID_BYTES, ConnectingPreface
+from baton.kvtransfer.protocol.proof import NUMBER_BYTES, KvProofs
 from baton.kvtransfer.protocol.transport import Delivery, PayloadDone, TransportCounts, deliveries_of
 from baton.kvtransfer.transports.endless_messages import EndlessMessages
-from baton.kvtransfer.transports.raw import TOKEN_BYTES, parse_place
+from baton.kvtransfer.transports.raw import parse_place
 from baton.kvtransfer.transports.raw_receiver import RawReceiver
 from baton.kvtransfer.transports.raw_sender import RawSender
 from baton.kvtransfer.transports.zmq_sockets import SendBuffers, ZmqSockets
@@ -66,6 +68,7 @@ class ZmqTransport:
         self._known: dict[str, int] = {}
         self._warned: set[str] = set()
         self._secret = secrets.token_hex(8)
+        self._proofs = KvProofs(bytes.fromhex(self._config.key))
         self._router: zmq.Socket[bytes] | None = None
         self._receiver: RawReceiver | None = None
         self._endless: EndlessMessages | None = None
@@ -115,8 +118,8 @@ class ZmqTransport:
             return f"the zmq transport has no data path {offer.data_path!r}"
         if self._sockets.is_encrypted:
             return "the raw data path is not encrypted, and curve_key_file asks for encryption"
-        if len(offer.raw.token) != TOKEN_BYTES:
-            return "the offer of the raw data path has no token"
+        if len(offer.raw.listener_id) != LISTENER_ID_BYTES:
+            return "the offer of the raw data path is not of this version: it has no listener_id"
         if self._router is not None or peer not in self._dealers:
             return "there is no connection to that peer"
         try:
@@ -126,7 +129,12 @@ class ZmqTransport:
         if peer in self._senders:
             self._senders.pop(peer).close()
         name = self._routing_id(peer)
-        self._senders[peer] = RawSender.to(place, offer.raw.token, name, self._config, self._poller, self.counts)
+        listener_id = offer.raw.listener_id
+
+        def new_preface() -> ConnectingPreface:
+            return ConnectingPreface(self._proofs, listener_id, name, secrets.token_bytes(NUMBER_BYTES))
+
+        self._senders[peer] = RawSender(place, new_preface, self._config, self._poller, self.counts)
         return ""
 
     def data_path_of(self, peer: str) -> str:
@@ -231,7 +239,7 @@ class ZmqTransport:
             log.info("no raw data path: it is not encrypted, and curve_key_file asks for encryption")
         else:
             host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-            self._receiver = RawReceiver(host, self._config, self._poller, self.counts, self._current)
+            self._receiver = RawReceiver(host, self._config, self._poller, self.counts, self._proofs, self._current)
 
     def _follow_keys(self) -> None:
         """Reconnect every connection with the new keys; messages in transit are lost, and requested again."""

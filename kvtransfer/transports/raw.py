@@ -1,39 +1,13 @@
 """The raw data path: TCP connections beside the control channel that carry only frames, from pool to pool.
 
-The connecting side begins with a preface: magic, the token of the offer, and the name of its control channel at the
-other side; the reply is READY. After that only frames follow, header and payload, one after the other; the receiver
-never writes again. There is no encryption: where the control channel is encrypted, this data path is refused.
+A connection begins with a preface (`protocol.preface`), in which both sides prove the deployment's secret and the
+connecting side names its control channel. After that only frames follow, header and payload, one after the other; the
+receiver never writes again. There is no encryption: where the control channel is encrypted, this data path is refused.
 """
 
-import secrets
 import socket
-import struct
 
 from baton.core.config import KVTransferConfig
-
-MAGIC = b"KVR1"
-READY = b"KVR1 ok\n"
-TOKEN_BYTES = 16
-MAX_NAME_BYTES = 255  # of a ZMQ routing id
-_PREFACE = struct.Struct(f"<4s{TOKEN_BYTES}sB{MAX_NAME_BYTES}s")
-PREFACE_BYTES = _PREFACE.size
-
-
-def new_token() -> bytes:
-    """Return a random token that connections must present."""
-    return secrets.token_bytes(TOKEN_BYTES)
-
-
-def encode_preface(token: bytes, name: bytes) -> bytes:
-    """Encode the first bytes of a connection."""
-    assert len(token) == TOKEN_BYTES and 0 < len(name) <= MAX_NAME_BYTES
-    return _PREFACE.pack(MAGIC, token, len(name), name)
-
-
-def decode_preface(data: bytes) -> tuple[bytes, bytes] | None:
-    """Decode token and name; None if the bytes are not a preface."""
-    magic, token, size, name = _PREFACE.unpack(data)
-    return (token, name[:size]) if magic == MAGIC and size else None
 
 
 def tune_socket(connection: socket.socket, config: KVTransferConfig) -> None:

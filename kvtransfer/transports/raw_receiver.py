@@ -1,12 +1,13 @@
 """The listening side of the raw data path: connections whose payloads go straight into the pool.
 
-A connection must identify itself, or is closed. Then the sizes in its headers are trusted within limits, and each
-payload waits until it is decided where it goes. A payload that stops midway keeps only its own connection waiting.
+A connection must prove the deployment's secret, or is closed. Then the sizes in its headers are trusted within limits,
+and each payload waits until it is decided where it goes. A payload that stops midway keeps only its own connection
+waiting.
 """
 
-import hmac
 import logging
 import mmap
+import secrets
 import socket
 import struct
 import time
@@ -16,12 +17,14 @@ from typing import Protocol
 import zmq
 
 from baton.core.config import KVTransferConfig
-from baton.core.errors import PortInUse, ProtocolError
+from baton.core.errors import PortInUse, ProtocolError, Unauthenticated
 from baton.core.kv_transports import RAW
 from baton.kvtransfer.protocol.frame import HEADER_BYTES, decode_header
+from baton.kvtransfer.protocol.preface import LISTENER_ID_BYTES, AcceptingPreface
+from baton.kvtransfer.protocol.proof import NUMBER_BYTES, KvProofs
 from baton.kvtransfer.protocol.transport import Delivery, PayloadDone, TransportCounts
 from baton.kvtransfer.sender.buffer_cursor import MAX_BUFFERS, BufferCursor
-from baton.kvtransfer.transports.raw import PREFACE_BYTES, READY, decode_preface, new_token, tune_socket
+from baton.kvtransfer.transports.raw import tune_socket
 from baton.proto import kv_pb2
 
 PATIENCE = struct.pack("ll", 0, 2000)  # how long a read of a quick peer may wait (timeval)
@@ -53,14 +56,22 @@ class RawConnection:
 
     Attributes:
         file: file descriptor.
-        peer: name of the control channel that it belongs to; empty before the preface.
+        peer: name of the control channel that it belongs to; empty until the preface is complete.
         since_s: when it was accepted.
+        preface: its preface.
     """
 
-    def __init__(self, accepted: socket.socket, config: KVTransferConfig, owner: "ConnectionOwner") -> None:
+    def __init__(
+        self,
+        accepted: socket.socket,
+        preface: AcceptingPreface,
+        config: KVTransferConfig,
+        owner: "ConnectionOwner",
+    ) -> None:
         self.file = accepted.fileno()
         self.peer = ""
         self.since_s = time.monotonic()
+        self.preface = preface
         self._owner = owner
         self._socket = accepted
         self._head = bytearray()
@@ -78,27 +89,62 @@ class RawConnection:
         Raises:
             OSError: the connection has ended.
         """
-        try:
-            data = self._socket.recv(size - len(self._head), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return None
-        if not data:
-            raise ConnectionResetError("the peer has closed it")
-        self._head += data
+        self._head += self._receive(size - len(self._head))
         if len(self._head) < size:
             return None
         head = bytes(self._head)
         self._head.clear()
         return head
 
-    def welcome(self, peer: str) -> None:
+    def greet(self) -> None:
+        """Send the challenge of the preface.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        self._send(self.preface.challenge)
+
+    def hear(self) -> bytes:
+        """Continue with the preface; return the acceptance once the other side has proved itself, else nothing.
+
+        Raises:
+            OSError: the connection has ended.
+            ProtocolError: the bytes are no preface.
+            Unauthenticated: the other side does not know the deployment's secret.
+        """
+        return self.preface.take(self._receive(self.preface.num_wanted))
+
+    def welcome(self, peer: str, acceptance: bytes) -> None:
         """Accept frames from here on.
 
         Raises:
             OSError: the connection has ended.
         """
         self.peer = peer
-        self._socket.send(READY, socket.MSG_DONTWAIT)
+        self._send(acceptance)
+
+    def _receive(self, max_bytes: int) -> bytes:
+        """Return what has arrived, which may be nothing.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        try:
+            data = self._socket.recv(max_bytes, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return b""
+        if not data:
+            raise ConnectionResetError("the peer has closed it")
+        return data
+
+    def _send(self, message: bytes) -> None:
+        """Send a message of the preface; a new connection has room for both.
+
+        Raises:
+            OSError: the connection has ended, or takes nothing.
+        """
+        if self._socket.send(message, socket.MSG_DONTWAIT) != len(message):
+            raise ConnectionResetError("the peer takes nothing")
 
     def advance(self) -> list[Delivery | PayloadDone]:
         """Read what has arrived.
@@ -265,6 +311,7 @@ class RawReceiver:
         config: limits and times.
         poller: polled by the caller; events of this data path's files go to `ready`.
         counts: counters of the transport.
+        proofs: proofs of the deployment.
         name_of: returns the name of the peer that presents this name on the control channel; empty if there is none.
 
     Attributes:
@@ -281,14 +328,16 @@ class RawReceiver:
         config: KVTransferConfig,
         poller: zmq.Poller,
         counts: TransportCounts,
+        proofs: KvProofs,
         name_of: Callable[[str], str],
     ) -> None:
         self.max_payload_bytes = config.max_frame_bytes
         self._config = config
         self._poller = poller
         self._counts = counts
+        self._proofs = proofs
         self._name_of = name_of
-        self._token = new_token()
+        self._listener_id = secrets.token_bytes(LISTENER_ID_BYTES)
         self._connections: dict[int, RawConnection] = {}
         self._failed: list[RawPayload] = []
         self._rests_until_s: float | None = None
@@ -308,7 +357,7 @@ class RawReceiver:
         """The offer for peers."""
         host, port = self._listener.getsockname()[:2]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        return kv_pb2.DataPathOffer(data_path=RAW, raw=kv_pb2.RawOffer(address=address, token=self._token))
+        return kv_pb2.DataPathOffer(data_path=RAW, raw=kv_pb2.RawOffer(address=address, listener_id=self._listener_id))
 
     def ready(self, file: int) -> list[Delivery | PayloadDone]:
         """Continue with a connection, or accept new ones."""
@@ -324,14 +373,14 @@ class RawReceiver:
         return [PayloadDone(payload, ok=False) for payload in failed if payload.is_wanted]
 
     def tick(self) -> None:
-        """Close connections that never identified themselves, and accept new ones again after a pause."""
+        """Close connections that have proved nothing in time, and accept new ones again after a pause."""
         now_s = time.monotonic()
         if self._rests_until_s is not None and now_s >= self._rests_until_s:
             self._rests_until_s = None
             self._poller.register(self._listener_file, zmq.POLLIN)
         for connection in list(self._connections.values()):
             if not connection.peer and now_s - connection.since_s > max(1.0, self._config.lease_s):
-                self._refuse(connection, "it said nothing")
+                self._refuse(connection, "it proved nothing in time")
 
     def drop(self, peer: str) -> None:
         """Close a peer's connections."""
@@ -361,9 +410,15 @@ class RawReceiver:
                 self._counts.connections_refused += 1
                 accepted.close()
                 continue
-            connection = RawConnection(accepted, self._config, self)
+            preface = AcceptingPreface(self._proofs, self._listener_id, secrets.token_bytes(NUMBER_BYTES))
+            connection = RawConnection(accepted, preface, self._config, self)
             self._connections[connection.file] = connection
             self._poller.register(connection.file, zmq.POLLIN)
+            try:
+                connection.greet()
+            except OSError as error:
+                log.debug("a raw connection ended as it began: %s", error)
+                self._close(connection)
 
     def _rest(self, error: OSError) -> None:
         """Accept no connection for a while; those that are open go on."""
@@ -381,7 +436,7 @@ class RawReceiver:
                 self._greet(connection)
                 return []
             return connection.advance()
-        except ProtocolError as error:
+        except (ProtocolError, Unauthenticated) as error:
             self._refuse(connection, error.message)
         except OSError as error:
             log.debug("the raw data path from %s ended: %s", connection.peer, error)
@@ -389,19 +444,16 @@ class RawReceiver:
         return self.take_failed()
 
     def _greet(self, connection: RawConnection) -> None:
-        preface = connection.read_head(PREFACE_BYTES)
-        if preface is None:
+        acceptance = connection.hear()
+        if not acceptance:
             return
-        found = decode_preface(preface)
-        if found is None or not hmac.compare_digest(found[0], self._token):
-            raise ProtocolError("a raw connection without the token")
-        peer = self._name_of(found[1].decode("latin-1"))
+        peer = self._name_of(connection.preface.name.decode("latin-1"))
         if not peer:
             raise ProtocolError("a raw connection of a peer without a control channel")
         same = [each for each in self._connections.values() if each.peer == peer]
         if len(same) >= MAX_STREAMS_PER_PEER:
             self._close(same[0])  # the oldest is most likely dead at the other end
-        connection.welcome(peer)
+        connection.welcome(peer, acceptance)
 
     def _refuse(self, connection: RawConnection, why: str) -> None:
         self._counts.connections_refused += 1

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from baton.core.config import KVTransferConfig
+from baton.core.errors import ProtocolError, Unauthenticated
+from baton.kvtransfer.protocol.preface import ConnectingPreface
 from baton.kvtransfer.protocol.transport import TransportCounts
 from baton.kvtransfer.sender.buffer_cursor import MAX_BUFFERS, BufferCursor
-from baton.kvtransfer.transports.raw import READY, encode_preface, tune_socket
+from baton.kvtransfer.transports.raw import tune_socket
 
 MAX_BURST_BYTES = 16 << 20  # bytes that one stream sends before others get their turn
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 5.0
@@ -43,38 +45,30 @@ class RawSender:
 
     Args:
         place: address to connect to.
-        preface: bytes to send first.
+        new_preface: makes the preface of each connection.
         config: limits and times.
         poller: polled by the caller; events of this data path's files go to `ready`.
         counts: counters of the transport.
     """
 
     def __init__(
-        self, place: Place, preface: bytes, config: KVTransferConfig, poller: zmq.Poller, counts: TransportCounts
+        self,
+        place: Place,
+        new_preface: Callable[[], ConnectingPreface],
+        config: KVTransferConfig,
+        poller: zmq.Poller,
+        counts: TransportCounts,
     ) -> None:
         self._place = place
-        self._preface = preface
+        self._new_preface = new_preface
         self._config = config
         self._poller = poller
         self._counts = counts
         self._retry_s = MIN_RETRY_S
         self._retry_at_s = 0.0
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_listener = False
         self._streams: list[_Stream] = []
         self._connect()
-
-    @classmethod
-    def to(
-        cls,
-        place: Place,
-        token: bytes,
-        name: bytes,
-        config: KVTransferConfig,
-        poller: zmq.Poller,
-        counts: TransportCounts,
-    ) -> "RawSender":
-        """Make a data path that presents a token and the name of its control channel."""
-        return cls(place, encode_preface(token, name), config, poller, counts)
 
     @property
     def is_open(self) -> bool:
@@ -135,7 +129,7 @@ class RawSender:
     def _connect(self) -> None:
         while len(self._streams) < self._config.raw_streams:
             try:
-                self._streams.append(_Stream(self._place, self._preface, self._config, self._poller))
+                self._streams.append(_Stream(self._place, self._new_preface(), self._config, self._poller))
             except OSError as error:
                 self._back_off(str(error))
                 return
@@ -145,6 +139,11 @@ class RawSender:
             act()
         except OSError as error:
             self._fail(stream, error.strerror or str(error))
+            return
+        except (ProtocolError, Unauthenticated) as error:
+            if not self._has_warned_of_listener:  # whatever else went wrong before
+                self._has_warned_of_listener, self._has_warned = True, False
+            self._fail(stream, error.message)
             return
         if stream.is_open:
             self._retry_s = MIN_RETRY_S
@@ -172,20 +171,20 @@ class _Stream:
 
     Attributes:
         file: file descriptor; -1 once closed.
-        is_open: whether the other side has accepted the preface.
+        is_open: whether the other side has proved itself and accepts frames.
         deadline_s: when it must be open.
         queue: frames not sent yet; the first may be sent in part.
         num_bytes: bytes in the queue.
     """
 
-    def __init__(self, place: Place, preface: bytes, config: KVTransferConfig, poller: zmq.Poller) -> None:
+    def __init__(self, place: Place, preface: ConnectingPreface, config: KVTransferConfig, poller: zmq.Poller) -> None:
         family, host, port = place
         self.is_open = False
         self.deadline_s = time.monotonic() + max(1.0, config.lease_s)
         self.queue: deque[_Outgoing] = deque()
         self.num_bytes = 0
-        self._preface = BufferCursor([preface])
-        self._answer = b""
+        self._preface = preface
+        self._answer = BufferCursor([])
         self._poller = poller
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -211,6 +210,8 @@ class _Stream:
 
         Raises:
             OSError: the connection cannot be used any more.
+            ProtocolError: the peer does not speak this protocol.
+            Unauthenticated: the peer does not know the deployment's secret.
         """
         if events & (zmq.POLLIN | zmq.POLLERR):
             self._hear()
@@ -263,19 +264,21 @@ class _Stream:
 
     def _hear(self) -> None:
         try:
-            data = self._socket.recv(len(READY) - len(self._answer) or 1)
+            data = self._socket.recv(self._preface.num_wanted or 1)
         except BlockingIOError:
             return
-        self._answer += data
-        if not data or not READY.startswith(self._answer):
+        if not data or self.is_open:
             raise OSError(errno.ECONNRESET, "closed by the peer" if not data else "the peer says what it must not")
-        if self._answer == READY:
-            self.is_open = True
+        answer = self._preface.take(data)
+        if answer:
+            self._answer = BufferCursor([answer])
+            self.flush()
+        self.is_open = self._preface.is_accepted
 
     def _next(self) -> list[BufferCursor]:
         """Return what the next system call may send."""
-        if self._preface.num_left:
-            return [self._preface]
+        if self._answer.num_left:
+            return [self._answer]
         cursors: list[BufferCursor] = []
         num_bytes = 0
         for frame in self.queue:
@@ -286,8 +289,8 @@ class _Stream:
         return cursors
 
     def _advance(self, cursors: Sequence[BufferCursor], num_sent: int) -> None:
-        if cursors[0] is self._preface:
-            self._preface.advance(num_sent)
+        if cursors[0] is self._answer:
+            self._answer.advance(num_sent)
             return
         self.num_bytes -= num_sent
         while num_sent:
@@ -300,7 +303,7 @@ class _Stream:
                 self.queue.popleft()
 
     def _watch(self) -> None:
-        wanted = zmq.POLLIN | (zmq.POLLOUT if self.queue or self._preface.num_left else 0)
+        wanted = zmq.POLLIN | (zmq.POLLOUT if self.queue or self._answer.num_left else 0)
         if wanted != self._events:
             self._events = wanted
             self._poller.modify(self.file, wanted)

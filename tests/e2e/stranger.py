@@ -111,7 +111,7 @@ TAKEN = "takes messages"
 KV = {
     "ZMTP NULL": (ZMTP % b"NULL".ljust(20, b"\0"), b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"),
     "ZMTP PLAIN": (ZMTP % b"PLAIN".ljust(20, b"\0"), b"\x04\x2d\x05HELLO\x05baton\x20" + b"0" * 32),
-    "raw data path": (b"", b"KVR1" + bytes(512)),  # longer than what its preface has
+    "raw data path": (b"", b"KVR2" + bytes(512)),  # longer than the answer of its preface
 }
 
 
@@ -132,11 +132,16 @@ def _say_kv(address, greeting, command):
                 heard += more
             connection.sendall(command)
             answer = connection.recv(256)
+            while not greeting and b"KVR2 ok" not in answer:  # so far it was only challenged
+                more = connection.recv(256)
+                if not more:
+                    break
+                answer += more
     except TimeoutError:
         return "waits for more"
     except OSError:
         return ""
-    return TAKEN if any(word in answer for word in (b"READY", b"WELCOME", b"KVR1 ok")) else ""
+    return TAKEN if any(word in answer for word in (b"READY", b"WELCOME", b"KVR2 ok")) else ""
 
 
 def look(path):

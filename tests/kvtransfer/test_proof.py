@@ -25,7 +25,7 @@ pytestmark = pytest.mark.fast
 
 KEY = AttemptKey("a", 1)
 P_EPOCH, D_EPOCH = 5, 1
-OFFERS = [kv_pb2.DataPathOffer(data_path="raw", raw=kv_pb2.RawOffer(address="127.0.0.1:1", token=b"t" * 16))]
+OFFERS = [kv_pb2.DataPathOffer(data_path="raw", raw=kv_pb2.RawOffer(address="127.0.0.1:1", listener_id=b"l" * 16))]
 
 
 def incoming():

@@ -1,7 +1,9 @@
 """The raw data path beside ZMQ: who gets in, what a connection may say, and how it ends."""
 
+import contextlib
 import logging
 import random
+import select
 import socket
 import struct
 import time
@@ -11,20 +13,23 @@ import pytest
 from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigInvalid
 from baton.kvtransfer.protocol.frame import HEADER_BYTES
+from baton.kvtransfer.protocol.preface import (
+    ACCEPTANCE_BYTES,
+    ANSWER_BYTES,
+    CHALLENGE_BYTES,
+    LISTENER_ID_BYTES,
+    READY,
+    ConnectingPreface,
+)
+from baton.kvtransfer.protocol.proof import NUMBER_BYTES, connection_pass
 from baton.kvtransfer.protocol.transport import PayloadDone
 from baton.kvtransfer.sender.buffer_cursor import MAX_BUFFERS, BufferCursor
 from baton.kvtransfer.transports import raw_receiver
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
-from baton.kvtransfer.transports.raw import (
-    PREFACE_BYTES,
-    READY,
-    TOKEN_BYTES,
-    decode_preface,
-    encode_preface,
-    parse_place,
-)
+from baton.kvtransfer.transports.raw import parse_place
 from baton.proto import kv_pb2
-from baton.tests.kvtransfer.transport_ends import Ends, Pool, make_curve_key, make_header
+from baton.tests.kvtransfer.proving import OTHER_PROOFS, PROOFS
+from baton.tests.kvtransfer.transport_ends import PATIENCE_S, Ends, Pool, make_curve_key, make_header
 from baton.tests.patience import STALLS_S
 
 pytestmark = pytest.mark.fast
@@ -44,15 +49,12 @@ def connect(ends):
     """Connections to the raw data path, by nobody in particular."""
     made = []
 
-    def make(token=None, name=None):
+    def make():
         (offer,) = ends.d.offers()
         host, port = offer.raw.address.split(":")
         connection = socket.create_connection((host, int(port)))
         connection.settimeout(0.02)
         made.append(connection)
-        if token is not None or name is not None:
-            name = ends.p._routing_id(ends.d.address) if name is None else name
-            connection.sendall(encode_preface(offer.raw.token if token is None else token, name))
         return connection
 
     yield make
@@ -75,26 +77,149 @@ def is_closed(ends, connection, timeout_s=5.0):
     return False
 
 
-def welcomed(ends, connect):
-    """A connection that is let in, as the peer's own."""
-    connection = connect(name=None, token=ends.d.offers()[0].raw.token)
-    heard = b""
-    while len(heard) < len(READY):
+def hear(ends, connection, size):
+    """The next bytes that the other side sends, while that is driven."""
+    heard, end_s = b"", time.monotonic() + PATIENCE_S
+    while len(heard) < size:
+        assert time.monotonic() < end_s, heard
         ends.pump()
         try:
-            heard += connection.recv(len(READY) - len(heard))
+            heard += (new := connection.recv(size - len(heard)))
+            assert new, "the connection was closed"
         except TimeoutError:
             pass
-    assert heard == READY
+    return heard
+
+
+def answered(ends, connection, *, proofs=PROOFS, listener_id=None, name=None):
+    """The preface that would answer the challenge of a connection, and its answer; by default the peer's own."""
+    preface = ConnectingPreface(
+        proofs,
+        ends.d.offers()[0].raw.listener_id if listener_id is None else listener_id,
+        ends.p._routing_id(ends.d.address) if name is None else name,
+        random.randbytes(NUMBER_BYTES),
+    )
+    return preface, preface.take(hear(ends, connection, CHALLENGE_BYTES))
+
+
+def welcomed(ends, connect):
+    """A connection that is let in, as the peer's own."""
+    connection = connect()
+    preface, answer = answered(ends, connection)
+    connection.sendall(answer)
+    preface.take(hear(ends, connection, ACCEPTANCE_BYTES))
+    assert preface.is_accepted
     return connection
 
 
-def test_a_preface_says_who_it_is():
-    token, name = b"t" * TOKEN_BYTES, bytes(range(5))
-    assert decode_preface(encode_preface(token, name)) == (token, name)
-    assert len(encode_preface(token, b"n" * 255)) == PREFACE_BYTES
-    assert decode_preface(bytes(PREFACE_BYTES)) is None
-    assert decode_preface(b"KVR1" + bytes(PREFACE_BYTES - 4)) is None
+class Relay:
+    """A place on the way, where everything is read; it passes on what it reads."""
+
+    def __init__(self, address):
+        host, port = address.split(":")
+        self._far = socket.create_connection((host, int(port)))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._near = None
+        self.from_near = self.from_far = b""
+
+    def carry(self):
+        if self._near is None:
+            self._near, _ = self._listener.accept()
+        for one in (self._near, self._far):
+            one.settimeout(0.002)
+        with contextlib.suppress(TimeoutError):
+            self.from_far += (new := self._far.recv(1 << 16))
+            self._near.sendall(new)
+        with contextlib.suppress(TimeoutError):
+            self.from_near += (new := self._near.recv(1 << 16))
+            self._far.sendall(new)
+
+    def close(self):
+        for one in (self._near, self._far, self._listener):
+            one.close()
+
+
+@pytest.fixture
+def relayed(ends):
+    """What is read on the way of a connection that the peer opens and sends a frame on."""
+    (offer,) = ends.d.offers()
+    relay = Relay(offer.raw.address)
+    offer.raw.address = relay.address
+    assert ends.p.open_data_path(ends.d.address, offer) == ""
+    end_s = time.monotonic() + PATIENCE_S
+    while ends.p.data_path_of(ends.d.address) != "raw":
+        assert time.monotonic() < end_s
+        ends.pump()
+        relay.carry()
+    ends.send_frame([memoryview(b"content!")])
+    while not ends.frames():
+        assert time.monotonic() < end_s
+        ends.pump()
+        relay.carry()
+    assert ends.read(ends.frames()[0]) == b"content!"
+    ends.at_d.clear()
+    yield relay
+    relay.close()
+
+
+@pytest.mark.parametrize("num_bytes", [None, ANSWER_BYTES, ANSWER_BYTES - 1])
+def test_what_was_read_on_the_way_lets_nobody_in_again(ends, connect, relayed, num_bytes):
+    """Whole, without the frame that followed, and cut, with a frame of the reader's own behind."""
+    assert relayed.from_near.endswith(b"content!") and len(relayed.from_far) == CHALLENGE_BYTES + ACCEPTANCE_BYTES
+    connection = connect()
+    connection.sendall(relayed.from_near[:num_bytes] + make_header(8) + b"not mine")
+    assert is_closed(ends, connection)
+    assert not ends.frames() and ends.d.counts.connections_refused == 1
+    relayed.carry()
+    ends.say(b"still there")
+
+
+def test_nothing_that_a_peer_sends_shows_a_secret(ends, relayed):
+    (offer,) = ends.d.offers()
+    assert not offer.raw.token, "which a peer of an earlier version would send in clear"
+    said = relayed.from_near + relayed.from_far
+    for secret in (bytes.fromhex(ends.config.key), connection_pass(bytes.fromhex(ends.config.key)).encode()):
+        assert secret not in said and secret not in offer.SerializeToString()
+
+
+@pytest.mark.parametrize("change", ["proof", "replay", "old", "garbage", "more"])
+def test_a_listener_that_proves_nothing_gets_no_frame(ends, relayed, change, caplog):
+    """It may have taken the port of a receiver that has died, and have read all that was said to it.
+
+    It is logged, though another fault of that connection was logged before.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        (offer,) = ends.d.offers()
+        offer.raw.address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert ends.p.open_data_path(ends.d.address, offer) == ""
+        listener.accept()[0].close()
+        ends.pump_until(lambda: ends.p.counts.data_paths_failed == 1)
+        ends.pump_until(lambda: select.select([listener], [], [], 0.0)[0])
+        connection, _ = listener.accept()
+        connection.settimeout(0.02)
+        acceptance = {
+            "proof": READY + bytes(ACCEPTANCE_BYTES - len(READY)),
+            "replay": relayed.from_far[CHALLENGE_BYTES:],
+            "old": b"KVR1 ok\n",
+            "garbage": b"220 smtp.example ESMTP\r\n",
+            "more": READY + bytes(ACCEPTANCE_BYTES - len(READY)) + b"more",
+        }[change]
+        heard = b""
+        if change not in ("old", "garbage"):
+            connection.sendall(relayed.from_far[:CHALLENGE_BYTES])
+            heard = hear(ends, connection, ANSWER_BYTES)
+        connection.sendall(acceptance)
+        ends.pump_until(lambda: ends.p.counts.data_paths_failed == 2)
+        ends.send_frame([memoryview(b"content!")])
+        ends.pump_until(ends.frames)
+        assert ends.p.data_path_of(ends.d.address) == "inline" and ends.p.counts.frames_fallen_back == 1
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            heard += connection.recv(1 << 16)
+        assert len(heard) in (0, ANSWER_BYTES) and b"content!" not in heard
+        connection.close()
+    why = "prove the deployment's secret" if heard else "does not speak KVR2"
+    assert sum(why in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize(
@@ -115,30 +240,40 @@ def test_an_offer_names_a_place(address, place):
 def test_an_offer_that_names_none_is_refused(ends, address):
     with pytest.raises(ValueError):
         parse_place(address, "tcp://127.0.0.1:5555")
-    token = bytes(TOKEN_BYTES)
-    offer = kv_pb2.DataPathOffer(data_path="raw", raw=kv_pb2.RawOffer(address=address, token=token))
+    listener_id = bytes(LISTENER_ID_BYTES)
+    offer = kv_pb2.DataPathOffer(data_path="raw", raw=kv_pb2.RawOffer(address=address, listener_id=listener_id))
     assert "the offer of the raw data path" in ends.p.open_data_path(ends.d.address, offer)
     assert ends.p.data_path_of(ends.d.address) == "raw"  # what was open stays open
 
 
 def test_other_offers_are_refused_by_name(ends):
     assert "'shm'" in ends.p.open_data_path(ends.d.address, kv_pb2.DataPathOffer(data_path="shm"))
-    assert "token" in ends.p.open_data_path(ends.d.address, kv_pb2.DataPathOffer(data_path="raw"))
     (offer,) = ends.d.offers()
+    old = kv_pb2.DataPathOffer(data_path="raw", raw=kv_pb2.RawOffer(address=offer.raw.address, token=bytes(16)))
+    assert "not of this version" in ends.p.open_data_path(ends.d.address, old)
+    assert ends.p.data_path_of(ends.d.address) == "raw", "what was open stays open"
     assert "no connection" in ends.p.open_data_path("tcp://127.0.0.1:1", offer)
     assert "no connection" in ends.d.open_data_path(ends.d.address, offer)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("change", ["token", "name", "garbage", "silence"])
+@pytest.mark.parametrize("change", ["secret", "incarnation", "name", "old", "garbage", "silence", "half"])
 def test_strangers_are_closed_and_counted(ends, connect, change, caplog):
-    if change == "token":
-        connection = connect(token=b"?" * TOKEN_BYTES)
-    elif change == "name":
-        connection = connect(name=b"somebody else")
-    else:
-        connection = connect()
-        connection.sendall(b"GET / HTTP/1.1\r\n" * 100 if change == "garbage" else b"KV")
+    """At once, or when a lease is over: the same for one that says nothing and one that stalls in its answer."""
+    connection = connect()
+    changes = {
+        "secret": {"proofs": OTHER_PROOFS},
+        "incarnation": {"listener_id": b"?" * LISTENER_ID_BYTES},
+        "name": {"name": b"somebody else"},
+    }
+    _, answer = answered(ends, connection, **changes.get(change, {}))
+    said = {
+        "old": b"KVR1" + bytes(272),
+        "garbage": b"GET / HTTP/1.1\r\n" * 100,
+        "silence": b"KV",
+        "half": answer[: ANSWER_BYTES - 1],
+    }
+    connection.sendall(said.get(change, answer))
     assert is_closed(ends, connection)
     assert ends.d.counts.connections_refused == 1
     assert any("a raw connection from a stranger is closed" in record.message for record in caplog.records)
@@ -312,7 +447,8 @@ def test_a_data_path_nobody_answers_at_leaves_payloads_inline(tmp_path, caplog):
     ends = Ends("zmq", tmp_path).meet()
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         address = f"127.0.0.1:{deaf.getsockname()[1]}"
-        offer = kv_pb2.DataPathOffer(data_path="raw", raw=kv_pb2.RawOffer(address=address, token=bytes(TOKEN_BYTES)))
+        raw = kv_pb2.RawOffer(address=address, listener_id=bytes(LISTENER_ID_BYTES))
+        offer = kv_pb2.DataPathOffer(data_path="raw", raw=raw)
         assert ends.p.open_data_path(ends.d.address, offer) == ""
         ends.data_path = "raw"
         for seq in range(5):
