@@ -507,7 +507,7 @@ class _PiecewisePasses(EagerPasses):
         return trunk.replay(token_ids_T, batch, self._on_layer)
 
 
-P = TypeVar("P", StaticPass, PiecewiseTrunk)
+P = TypeVar("P", bound=StaticPass | PiecewiseTrunk)
 
 
 class _Candidate(Generic[P]):
