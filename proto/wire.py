@@ -40,6 +40,7 @@ from baton.core.requests.request import AttemptKey, GenerationRequest, TokenLogp
 from baton.core.requests.sampling import SCALAR_FIELDS, GrammarSpec, SamplingParams
 from baton.core.telemetry.span import of_attempt, parse_sampled
 from baton.core.telemetry.step_report import MethodCounts, RowCounts, StepReport
+from baton.core.telemetry.waterfall import gap
 from baton.proto import inference_pb2, kv_pb2, worker_pb2
 
 
@@ -569,3 +570,23 @@ def bounded_wire(error: BatonError) -> str:
 def _short(message: str) -> str:
     # A character takes at most 12 bytes in ASCII JSON, so this fits MAX_ERROR_BYTES; a lone surrogate fits no header.
     return message.encode("utf-8", "replace")[:300].decode("utf-8", "ignore")
+
+
+FIRST: Final = ("router_ms", "queue_ms", "grant_wait_ms", "prefill_ms", "publish_ms")
+SECOND: Final = ("retry_ms", "draft_ms", "transfer_ms", "verification_ms", "admission_ms", "step_ms", "publish_ms")
+
+
+def waterfall_data(stats: inference_pb2.RequestStats) -> dict[str, Any]:
+    """Return JSON-able data: `first` and, if present, `second`; each with `parts`, `sum_ms`, `total_ms` and `gap`."""
+    parts = {name: getattr(stats, name) for name in FIRST}
+    data: dict[str, Any] = {"shared_clock": stats.shared_clock, "first": _closed(parts, stats.ttft_ms)}
+    if stats.HasField("second"):
+        before = {name: value for name, value in parts.items() if name != "publish_ms"}
+        later = {name: getattr(stats.second, name) for name in SECOND}
+        data["second"] = _closed(before | later, stats.second.total_ms)
+    return data
+
+
+def _closed(parts: dict[str, float], total_ms: float) -> dict[str, Any]:
+    sum_ms = sum(parts.values())
+    return {"parts": parts, "sum_ms": sum_ms, "total_ms": total_ms, "gap": gap(sum_ms, total_ms)}

@@ -12,28 +12,7 @@ from baton.cluster.admin import error_from_rpc, open_channel
 from baton.core.errors import BatonError, RequestDeadlineExceeded, StartupError, TransferFailed
 from baton.core.requests.request import TokenLogprobs
 from baton.core.requests.sampling import MAX_CHOICES, GrammarSpec, SamplingParams
-from baton.core.telemetry.waterfall import gap
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
-
-FIRST = ("router_ms", "queue_ms", "grant_wait_ms", "prefill_ms", "publish_ms")
-SECOND = ("retry_ms", "draft_ms", "transfer_ms", "verification_ms", "admission_ms", "step_ms", "publish_ms")
-
-
-def waterfall_data(stats: inference_pb2.RequestStats) -> dict[str, Any]:
-    """Return JSON-able data: `first` and, if present, `second`; each with `parts`, `sum_ms`, `total_ms` and `gap`."""
-    parts = {name: getattr(stats, name) for name in FIRST}
-    data: dict[str, Any] = {"shared_clock": stats.shared_clock, "first": _closed(parts, stats.ttft_ms)}
-    if stats.HasField("second"):
-        before = {name: value for name, value in parts.items() if name != "publish_ms"}
-        later = {name: getattr(stats.second, name) for name in SECOND}
-        data["second"] = _closed(before | later, stats.second.total_ms)
-    return data
-
-
-def _closed(parts: dict[str, float], total_ms: float) -> dict[str, Any]:
-    sum_ms = sum(parts.values())
-    return {"parts": parts, "sum_ms": sum_ms, "total_ms": total_ms, "gap": gap(sum_ms, total_ms)}
-
 
 OnText = Callable[[str], None]
 RANDOM_SEED_BITS = 62
@@ -117,7 +96,7 @@ class Completion:
     decode_worker: str = ""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    waterfall: dict[str, Any] | None = None  # from a deployment only: see `waterfall_data`
+    waterfall: dict[str, Any] | None = None  # from a deployment only: see `wire.waterfall_data`
     others: tuple["Completion", ...] = ()
 
     def as_data(self) -> dict[str, Any]:
@@ -227,7 +206,7 @@ def _completion(answer: _Answer, asked: inference_pb2.Sampling) -> Completion:
         num_expected_cached_tokens=stats.num_expected_cached_tokens,
         prefill_worker=stats.prefill_worker,
         decode_worker=stats.decode_worker,
-        waterfall=waterfall_data(stats),
+        waterfall=wire.waterfall_data(stats),
         logprobs=tuple(answer.logprobs) if asked.HasField("logprobs") else None,
         prompt_logprobs=tuple(answer.prompt_logprobs) if answer.prompt_logprobs else None,
     )

@@ -31,7 +31,7 @@ from baton.router.openai.chat_request import (
     data_of,
 )
 from baton.router.openai.chat_template import ChatTemplate
-from baton.router.openai.completions import stop_reason_of
+from baton.router.openai.completions import stop_reason_of, timings_of
 from baton.router.openai.front import Forms, Front
 from baton.router.openai.generation import Call, GenerationEndpoint
 from baton.router.openai.limits import MAX_MESSAGES, MAX_PROMPTS
@@ -221,6 +221,7 @@ class ChatChoice:
         self._token_ids: list[int] = []
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
+        self._timings: dict[str, Any] = {}
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -255,7 +256,7 @@ class ChatChoice:
             piece["stop_reason"] = stop_reason_of(chunk)
         if self._asked.return_token_ids:
             piece["token_ids"] = list(chunk.token_ids)
-        return piece
+        return piece | timings_of(chunk) if self._asked.return_timings else piece
 
     def add(self, chunk: inference_pb2.GenerateChunk) -> None:
         """Collect a chunk for `whole`."""
@@ -275,6 +276,7 @@ class ChatChoice:
         self._token_ids += piece.get("token_ids", ())
         self._finish_reason = piece["finish_reason"]
         self._stop_reason = piece.get("stop_reason")
+        self._timings = {name: piece[name] for name in ("timings",) if name in piece}
 
     def whole(self) -> dict[str, Any]:
         """Everything collected, as one choice."""
@@ -291,6 +293,7 @@ class ChatChoice:
             "finish_reason": self._finish_reason,
             "stop_reason": self._stop_reason,
             "token_ids": self._token_ids if self._asked.return_token_ids else None,
+            **self._timings,
         }
 
     def _delta(self, text: str, *, is_last: bool) -> Delta:

@@ -9,7 +9,7 @@ from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidRequest, I
 from baton.core.requests.request import GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES
 from baton.core.requests.tokenizer import TokenStream
-from baton.proto import inference_pb2
+from baton.proto import inference_pb2, wire
 from baton.router.access.message_limits import check_num_answers
 from baton.router.openai.front import Forms, Front
 from baton.router.openai.generation import Call, GenerationEndpoint
@@ -120,7 +120,7 @@ class CompletionChoice:
         if not (text or finish_reason or says_ids or (logprobs and logprobs["tokens"])):
             return None
         self._has_begun = True
-        return {
+        choice = {
             "index": self._index,
             "text": text,
             "logprobs": logprobs,
@@ -129,6 +129,7 @@ class CompletionChoice:
             "token_ids": token_ids if asked.return_token_ids else None,
             "prompt_token_ids": list(self._prompt.token_ids) if asked.return_token_ids and is_first else None,
         }
+        return choice | timings_of(chunk) if asked.return_timings else choice
 
     def add(self, chunk: inference_pb2.GenerateChunk) -> None:
         """Collect a chunk for `whole`."""
@@ -181,6 +182,13 @@ def _offsets(stream: TokenStream, token_ids: Sequence[int], begin: int) -> tuple
     for token_id in token_ids:
         offsets.append(offsets[-1] + len(stream.push(token_id)))
     return offsets[:-1], offsets[-1]
+
+
+def timings_of(chunk: inference_pb2.GenerateChunk) -> dict[str, Any]:
+    """What `return_timings` adds to an answer's last piece: where its time went, as in gRPC's waterfall."""
+    if not chunk.HasField("finish"):
+        return {}
+    return {"timings": {"path": chunk.finish.stats.path, **wire.waterfall_data(chunk.finish.stats)}}
 
 
 def stop_reason_of(chunk: inference_pb2.GenerateChunk) -> int | str | None:

@@ -163,6 +163,7 @@ class CommonOptions(Wire):
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=HIGH_INT32)
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
+    return_timings: bool | None = None
     priority: int | None = None
     cache_salt: str | None = Field(None, max_length=MAX_TENANT_LEN)
     request_id: Name | None = None

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from baton.client import BatonClient
-from baton.cluster.commands.completion import FIRST, SECOND, waterfall_data
 from baton.core.requests.sampling import SamplingParams
 from baton.core.telemetry.waterfall import CLOSED
+from baton.proto.wire import FIRST, SECOND, waterfall_data
 from baton.tests.e2e.test_metrics import Running, prompt_of
 
 NOISE_MS = 1e-3  # of readings that were rounded to whole nanoseconds on their way

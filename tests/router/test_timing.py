@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.cluster.commands.completion import waterfall_data
 from baton.core.telemetry.waterfall import RouterTimes
-from baton.proto import inference_pb2, worker_pb2
+from baton.proto import inference_pb2, wire, worker_pb2
 from baton.router.attempt.stats import add_timing
 
 pytestmark = pytest.mark.fast
@@ -43,7 +42,7 @@ def waterfall(*runs, router=ROUTER, shared_clock=True):
     stats = inference_pb2.RequestStats(prompt_len=PROMPT_LEN, ttft_ms=1e3 * (router.first_s - router.received_s))
     given = next(one.first for one in runs if one.first is not None)
     add_timing(stats, router, given, runs, shared_clock=shared_clock)
-    data = waterfall_data(stats)
+    data = wire.waterfall_data(stats)
     assert data["first"]["gap"] < 1e-9
     assert "second" not in data or data["second"]["gap"] < 1e-9
     return data

@@ -73,6 +73,7 @@ COMMON = {
     "truncate_prompt_tokens": 2,
     "return_tokens_as_token_ids": True,
     "return_token_ids": True,
+    "return_timings": True,
     "priority": 1,
     "cache_salt": "me",
     "request_id": "mine",

@@ -185,6 +185,9 @@ async def test_log_probabilities():
         assert ids.choices[0].logprobs.content[0].token == f"token_id:{TOKENIZER.encode('n')[0]}"
         assert ids.choices[0].token_ids == TOKENIZER.encode("né")
         assert TOKENIZER.decode(ids.prompt_token_ids) == prompt_of(sent_to(running)[0])
+        timed = await chat(client, extra_body={"return_timings": True})
+        assert timed.choices[0].timings["first"]["total_ms"] > 0
+        assert not hasattr(ids.choices[0], "timings")
         asked = await chat(client, extra_body={"prompt_logprobs": 1})
         assert asked.prompt_logprobs[0] is None
         assert len(asked.prompt_logprobs) == asked.usage.prompt_tokens

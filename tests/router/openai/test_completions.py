@@ -63,6 +63,25 @@ async def test_token_ids_in_and_out():
         assert answer.choices[0].prompt_token_ids == [1, 2, 3]
 
 
+async def test_timings_come_with_each_answers_end_if_asked():
+    """`n` answers to two prompts: each last piece says where its time went, and the parts add up."""
+    async with served() as (running, client):
+        whole = await complete(client, ["a", "b"], n=2, extra_body={"return_timings": True})
+        pieces = [
+            chunk.choices[0] for chunk in await streamed(client, ["a", "b"], n=2, extra_body={"return_timings": True})
+        ]
+        for found in (whole.choices, pieces):
+            ended = [choice for choice in found if choice.finish_reason]
+            assert len(ended) == 4
+            assert [hasattr(choice, "timings") for choice in found] == [bool(choice.finish_reason) for choice in found]
+            for choice in ended:
+                first = choice.timings["first"]
+                assert first["sum_ms"] == pytest.approx(sum(first["parts"].values()))
+                assert choice.timings["path"] in ("split", "local")
+        assert not hasattr((await complete(client, "a")).choices[0], "timings")
+        await running.idle()
+
+
 async def test_an_echo_with_log_probabilities():
     async with served() as (running, client):
         running.script.answer, running.script.logprobs = "hey", report
