@@ -288,7 +288,8 @@ class Runner:
         """
         assert step.chunks or step.slots
         batch = self._batch_of(step.slots, step.num_drafts, step.method) if step.slots else None
-        redraws = batch is not None and self.has_lookup and batch.num_by_head > 0
+        may_lack = self.has_lookup or self._verifier.draft_law is DraftLaw.LIKELIEST
+        redraws = batch is not None and may_lack and batch.num_by_head > 0
         redraws = redraws and not self._drafted.issuperset(step.slots)
         residents = [self._residents[chunk.slot] for chunk in step.chunks]
         chunks = tuple(map(_rows_of, step.chunks, residents))
@@ -323,8 +324,7 @@ class Runner:
         if batch is not None:
             change = self._drafted.update if self._drafts_next(batch) else self._drafted.difference_update
             change(step.slots)
-        if self._verifier.draft_law is not DraftLaw.LIKELIEST:  # prompts' drafts are sampled: LIKELIEST redraws them
-            self._drafted.update(work.sampled_slots)
+        self._drafted.update(slot for slot in work.sampled_slots if self._keeps_first(self._residents[slot].sampling))
         buffer = self._buffers.take(layout.num_values)
         future = self._executor.submit(lambda: self._sample(work), buffer[: layout.num_values])
         handed = [place for place, chunk in enumerate(sampled) if step.chunks[chunk].push is not None]
@@ -413,10 +413,17 @@ class Runner:
             state_slot=place.state_slot,
             owner=self._blocks.owner(place.blocks),
         )
-        if resume is not None and resume.draft_token is not None and self._verifier.draft_law is not DraftLaw.LIKELIEST:
+        if resume is not None and resume.draft_token is not None and self._keeps_first(place.sampling):
             self._drafted.add(slot)
         self.meter.admit(slot)
         self._batch = None
+
+    def _keeps_first(self, sampling: SamplingParams) -> bool:
+        """Whether a sequence's first draft, made at its prompt's end, is the one that a decode step would make.
+
+        At a prompt's end a sampled sequence's draft is drawn, not the likeliest.
+        """
+        return self._verifier.draft_law is not DraftLaw.LIKELIEST or sampling.greedy
 
     def _release(self, slot: int) -> None:
         del self._residents[slot]
