@@ -144,7 +144,7 @@ def _unsupported(message: str, kind: str) -> ModelUnsupported:
 
 def _judge_drafter(config: ServeConfig, target: "ModelConfig") -> "EagleConfig":
     from baton.model.checkpoint.weights import read_headers
-    from baton.model.eagle_config import EagleConfig, by_one_name
+    from baton.model.eagle_config import EagleConfig, by_one_name, naming_the_drafter
     from baton.model.tensor_spec import check_tensors
 
     if config.draft_path not in BUNDLED_DRAFTERS:
@@ -153,8 +153,9 @@ def _judge_drafter(config: ServeConfig, target: "ModelConfig") -> "EagleConfig":
     made = "dummy" if config.is_dummy else None
     drafter = EagleConfig.from_directory(path, target, made_weights=made)
     if not config.is_dummy:
-        headers = by_one_name(read_headers(path))
-        check_tensors(drafter.tensors(headers), headers)
+        with naming_the_drafter():
+            headers = by_one_name(read_headers(path))
+            check_tensors(drafter.tensors(headers), headers)
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
         drafter.require_cut(size, config.numerics)
     return drafter
@@ -211,6 +212,8 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     num_elements = sum(prod(shape) for shape in spec.required.values())
     num_float8 = sum(prod(shape) for name, shape in spec.required.items() if name in float8)
     weight_bytes = num_float8 + (num_elements - num_float8) * item_bytes
+    if drafter is not None:
+        weight_bytes += sum(prod(shape) for shape in drafter.tensors().required.values()) * item_bytes
     found.facts |= {
         "num_parameters": num_elements,
         "weight_gib": round(weight_bytes / _GIB, 3),

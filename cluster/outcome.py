@@ -122,7 +122,7 @@ _DAMAGED = "fix or download the directory again"
 _NEXT_STEPS: tuple[tuple[type[BatonError], str], ...] = (
     (
         ModelMissing,
-        "give --model a Hugging Face model directory, or the name of a bundled one: tiny, tiny-hybrid, tiny-mla",
+        "give a Hugging Face directory, or a bundled one: tiny, tiny-hybrid, tiny-mla; for --draft-model: tiny-eagle3",
     ),
     (ModelFileDamaged, _DAMAGED),
     (ModelTensorMissing, _DAMAGED),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.core.errors import ModelUnsupported
+from baton.model.draft_names import D2T
 
 D2T_FORMS = ("absolute", "offset")
 
@@ -23,7 +24,7 @@ class HeadIds:
     columns: torch.Tensor
 
 
-def normalise_d2t(d2t_C: torch.Tensor, vocab_size: int, form: str | None) -> torch.Tensor:
+def normalise_d2t(d2t_C: torch.Tensor, vocab_size: int, form: str | None, *, name: str = D2T) -> torch.Tensor:
     """The token of each column, int64 [C].
 
     Args:
@@ -31,6 +32,7 @@ def normalise_d2t(d2t_C: torch.Tensor, vocab_size: int, form: str | None) -> tor
         vocab_size: V.
         form: "absolute" (token = d2t[column]), "offset" (token = column + d2t[column], what EAGLE-3 publishes), or None
             if config.json does not say; then the only form that makes sense.
+        name: the tensor's name in the checkpoint.
 
     Raises:
         ModelUnsupported: a token is out of range or has two columns, or both forms make sense and none is named.
@@ -41,15 +43,15 @@ def normalise_d2t(d2t_C: torch.Tensor, vocab_size: int, form: str | None) -> tor
             raise _refusal(f"d2t_form = {form!r} is not one of {', '.join(D2T_FORMS)}", form)
         problem = _problem(readings[form], vocab_size)
         if problem:
-            raise _refusal(f"mtp.d2t, read as {form}, {problem}", form)
+            raise _refusal(f"{name}, read as {form}, {problem}", form)
         return readings[form]
-    problems = {name: _problem(table, vocab_size) for name, table in readings.items()}
-    sound = [name for name, problem in problems.items() if not problem]
+    problems = {reading: _problem(table, vocab_size) for reading, table in readings.items()}
+    sound = [reading for reading, problem in problems.items() if not problem]
     if len(sound) == 2 and not torch.equal(readings["absolute"], readings["offset"]):
-        raise _refusal("mtp.d2t could hold absolute ids or offsets: config.json must say which by d2t_form", None)
+        raise _refusal(f"{name} could hold absolute ids or offsets: config.json must say which by d2t_form", None)
     if not sound:
-        why = "; ".join(f"read as {name}, it {problem}" for name, problem in problems.items())
-        raise _refusal(f"mtp.d2t is no table of tokens: {why}", None)
+        why = "; ".join(f"read as {reading}, it {problem}" for reading, problem in problems.items())
+        raise _refusal(f"{name} is no table of tokens: {why}", None)
     return readings[sound[0]]
 
 

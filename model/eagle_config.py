@@ -9,12 +9,13 @@ Test" (2025).
 Legend: C columns of the draft head, D hidden size, V vocabulary.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from baton.core.errors import ModelFileDamaged, ModelUnsupported
+from baton.core.errors import ModelFileDamaged, ModelTensorUnexpected, ModelUnsupported, StartupError
 from baton.core.numerics import Numerics
 from baton.kvcache.layout import LayerLayout, attention_layer
 from baton.model.config import ModelConfig, read_config
@@ -61,12 +62,13 @@ class EagleConfig:
             ModelFileDamaged: a file is not what its name says.
             ModelUnsupported: it is not an EAGLE-3 drafter, or not for this target.
         """
-        values = read_config(path)
-        try:
-            return cls._of(values, path, target, made_weights)
-        except (TypeError, ValueError, AttributeError) as error:
-            message = f"{path / 'config.json'} holds a value of the wrong kind: {error}"
-            raise ModelFileDamaged(message, path=str(path)) from error
+        with naming_the_drafter():
+            values = read_config(path)
+            try:
+                return cls._of(values, path, target, made_weights)
+            except (TypeError, ValueError, AttributeError) as error:
+                message = f"{path / 'config.json'} holds a value of the wrong kind: {error}"
+                raise ModelFileDamaged(message, path=str(path)) from error
 
     @classmethod
     def _of(cls, values: dict[str, Any], path: Path, target: ModelConfig, made_weights: str | None) -> "EagleConfig":
@@ -74,9 +76,9 @@ class EagleConfig:
         architectures = values.get("architectures") or []
         is_published = values.get("speculators_model_type", "eagle3") == "eagle3" and isinstance(inner, dict)
         is_published = is_published and architectures in [[], *([name] for name in _ARCHITECTURES)]
-        if not is_published or "draft_vocab_size" not in values:
-            message = f"{path} is no EAGLE-3 drafter: architectures {architectures}, or no draft_vocab_size"
-            raise ModelUnsupported(message, option="draft_model", value=str(path))
+        if not is_published or values.get("draft_vocab_size") is None:
+            why = "config.json has no draft_vocab_size" if is_published else f"architectures {architectures}"
+            raise ModelUnsupported(f"{path} is no EAGLE-3 drafter: {why}", option="draft_model", value=str(path))
         if values.get("quantization_config") or inner.get("quantization_config"):
             message = f"{path}: a quantized drafter is not implemented"
             raise ModelUnsupported(message, option="quantization_config", value=str(path))
@@ -102,10 +104,8 @@ class EagleConfig:
         Raises:
             ModelUnsupported: they cannot; the message names the dimension.
         """
-        try:
+        with naming_the_drafter():
             require_cut(self.sizes, size, numerics)
-        except ModelUnsupported as error:
-            raise ModelUnsupported(f"the drafter: {error.message}", **error.fields) from error
 
     def tensors(self, stored: Collection[str] = ()) -> TensorSpec:
         """Tensor names and shapes; the layer's are under `layers.0` in either layout.
@@ -141,15 +141,15 @@ class EagleConfig:
             if found != wanted:
                 message = f"{path} cannot draft for this model: {key} is {found}, and {wanted} is needed"
                 raise ModelUnsupported(message, option=key, value=found)
-        layers = self.aux_layers
+        layers, key = self.aux_layers, "eagle_aux_hidden_state_layer_ids"
         if (
             len(layers) != 3
             or list(layers) != sorted(set(layers))
             or not 0 <= layers[0] <= layers[-1] < target.num_layers
         ):
-            message = f"{path}: eagle_aux_hidden_state_layer_ids = {list(layers)} are not three of the target's"
-            message += f" {target.num_layers} layers"
-            raise ModelUnsupported(message, option="eagle_aux_hidden_state_layer_ids", value=list(layers))
+            named = f"{key} = {list(layers)}" if _aux_layers(values) else f"no {key}, and the usual {list(layers)}"
+            message = f"{path}: {named} are not three of the target's {target.num_layers} layers"
+            raise ModelUnsupported(message, option=key, value=list(layers))
 
 
 def _aux_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
@@ -165,7 +165,23 @@ def _aux_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def by_one_name(stored: Mapping[str, T]) -> dict[str, T]:
-    """A checkpoint's tensors with the layer's under `layers.0`; drops `t2d`, which follows from `d2t`."""
-    renamed = {name.replace(f"{_OWN_LAYER}.", f"{LAYER}.", 1): tensor for name, tensor in stored.items()}
-    renamed.pop("t2d", None)
-    return renamed
+    """A checkpoint's tensors with the layer's under `layers.0`; drops `t2d`, which follows from `d2t`.
+
+    Raises:
+        ModelTensorUnexpected: a tensor is there under both names.
+    """
+    own = {name: name.replace(_OWN_LAYER, LAYER, 1) for name in stored if name.startswith(f"{_OWN_LAYER}.")}
+    doubled = sorted(name for name, renamed in own.items() if renamed in stored)
+    if doubled:
+        message = f"the checkpoint holds both {doubled[0]} and {own[doubled[0]]}, which are one tensor"
+        raise ModelTensorUnexpected(message, tensors=doubled)
+    return {own.get(name, name): tensor for name, tensor in stored.items() if name != "t2d"}
+
+
+@contextmanager
+def naming_the_drafter() -> Iterator[None]:
+    """Make errors about a drafter's files say so: the model that it drafts for has files of the same names."""
+    try:
+        yield
+    except StartupError as error:
+        raise type(error)(f"the drafter: {error.message}", **error.fields) from error

@@ -26,7 +26,7 @@ from baton.model.checkpoint.weights import Cut, StoredTensor, read_headers
 from baton.model.config import ModelConfig
 from baton.model.draft_head import normalise_d2t, spaced_d2t
 from baton.model.draft_names import D2T
-from baton.model.eagle_config import EAGLE_D2T, EagleConfig, by_one_name
+from baton.model.eagle_config import EAGLE_D2T, EagleConfig, by_one_name, naming_the_drafter
 from baton.model.layers import WeightSource
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator, ShardPlan
@@ -142,7 +142,7 @@ def load_model(
         )
         drafter = None
         if draft_path is not None and eagle is not None:
-            drafter, d2t_C = _drafter(draft_path, eagle, source, group, numerics, random_seed)
+            drafter, d2t_C = _drafter(draft_path, eagle, source, group, random_seed)
         model = Model(
             source,
             config,
@@ -163,12 +163,12 @@ def load_model(
     return model
 
 
+@naming_the_drafter()
 def _drafter(
     path: Path,
     config: EagleConfig,
     beside: WeightSource,
     group: Communicator,
-    numerics: Numerics,
     random_seed: int | None,
 ) -> tuple[tuple[WeightSource, EagleConfig], torch.Tensor]:
     """This rank's part of a drafter's weights, and the token of each column of its head."""
@@ -183,8 +183,7 @@ def _drafter(
         check_tensors(spec, headers)
         if EAGLE_D2T in spec.tables:
             form = config.sizes.d2t_form or ("offset" if config.has_table else None)  # with all tokens, either form
-            d2t_C = normalise_d2t(headers[EAGLE_D2T].read_index(), config.sizes.vocab_size, form)
-    require_cut(config.sizes, group.size, numerics)
+            d2t_C = normalise_d2t(headers[EAGLE_D2T].read_index(), config.sizes.vocab_size, form, name=EAGLE_D2T)
 
     def cut(name: str) -> Cut | None:
         return spec.weights[name].cut(group.rank, group.size) if name in spec.weights else None

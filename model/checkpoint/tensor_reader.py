@@ -99,7 +99,7 @@ class TensorReader:
         found = torch.stack([is_finite for _, _, is_finite in self._finite]).tolist()  # a single wait for the device
         for (name, file, _), is_finite in zip(self._finite, found, strict=True):
             if not is_finite:
-                message = f"{name} holds a NaN or an infinity, in {file.name}"
+                message = f"{name} holds a NaN or an infinity, in {file.name} of {file.parent}"
                 raise ModelFileDamaged(message, path=str(file), tensor=name)
 
     @torch.inference_mode()  # per thread, as is the current stream

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from baton.cluster.checkpoint import judge
+from baton.cluster.outcome import next_step
 from baton.cluster.resolve import find_drafter, find_model, read_config, resolve_worker
 from baton.core.errors import ConfigInvalid
 
@@ -72,6 +73,21 @@ def test_check_says_why_a_drafter_cannot_be_used(drafter, sentence, tmp_path, mo
     assert find_drafter("tiny-eagle3").is_dir()
     good = judge(read_config(None, {"model": "tiny", "device": "cpu", "draft_model": "tiny-eagle3"}))
     assert (good.errors, good.facts["drafter"]) == ([], "EAGLE-3 drafter tiny-eagle3")
+
+
+def test_what_to_do_about_a_missing_directory_names_the_bundled_drafter():
+    [error] = judge(read_config(None, {"model": "tiny", "device": "cpu", "draft_model": "nowhere"})).errors
+    assert error.message.startswith("the drafter: there is no model directory")
+    assert "--draft-model: tiny-eagle3" in next_step(error)
+
+
+def test_the_weights_of_a_worker_include_its_drafters():
+    facts = [
+        judge(read_config(None, {"model": "tiny", "device": "cpu", "dtype": "float64", **flags})).facts
+        for flags in ({"speculative_method": "none"}, NAMED)
+    ]
+    in_float64 = 4 * (find_drafter("tiny-eagle3") / "model.safetensors").stat().st_size / 2**30
+    assert facts[1]["weight_gib"] - facts[0]["weight_gib"] == pytest.approx(in_float64, abs=0.0011)
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ def test_a_drafter_that_cannot_be_cut_is_refused_by_name(target, tmp_path):
 
 
 def test_tensors_that_are_missing_or_have_no_place_are_named(target, tmp_path):
-    with pytest.raises(ModelMissing):
+    with pytest.raises(ModelMissing, match=r"^the drafter: "):
         load(target, tmp_path / "nowhere")
     for name, change, error in (
         ("midlayer.hidden_norm.weight", None, ModelTensorMissing),
@@ -256,12 +256,59 @@ def test_tensors_that_are_missing_or_have_no_place_are_named(target, tmp_path):
         else:
             tensors[name] = change
         save_file(tensors, path / "model.safetensors")
-        with pytest.raises(error, match=name.replace("midlayer", "layers.0")):
+        with pytest.raises(error, match=f"^the drafter: .*{name.replace('midlayer', 'layers.0')}"):
             load(target, path)
     path = write_drafter(tmp_path / "unsound", target)
     tensors = load_file(path / "model.safetensors")
     tensors["d2t"][0] = -1
     save_file(tensors, path / "model.safetensors")
-    with pytest.raises(ModelUnsupported, match="d2t, read as offset"):
+    with pytest.raises(ModelUnsupported, match=r"^the drafter: d2t, read as offset"):
         load(target, path)
     assert json.loads((path / "config.json").read_text())["draft_vocab_size"] == 40
+
+
+def test_a_tensor_under_the_names_of_both_layouts_is_refused(target, tmp_path):
+    """One of the two would be taken, and nobody would be told which."""
+    path = write_drafter(tmp_path / "drafter", target)
+    tensors = load_file(path / "model.safetensors")
+    name = "midlayer.mlp.up_proj.weight"
+    save_file(tensors | {name.replace("midlayer", "layers.0"): 2 * tensors[name]}, path / "model.safetensors")
+    with pytest.raises(ModelTensorUnexpected, match=f"both {name} and layers.0.mlp.up_proj.weight"):
+        load(target, path)
+
+
+def test_values_that_are_not_finite_are_told_with_their_directory(target, tmp_path):
+    """Both checkpoints have a model.safetensors, and in it a norm."""
+    path = write_drafter(tmp_path / "drafter", target)
+    tensors = load_file(path / "model.safetensors")
+    tensors["norm.weight"][0] = torch.nan
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(
+        ModelFileDamaged, match=f"norm.weight holds a NaN or an infinity, in model.safetensors of {path}"
+    ):
+        load(target, path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"draft_vocab_size": None}, "is no EAGLE-3 drafter: config.json has no draft_vocab_size"),
+        ({"architectures": ["GemmaForCausalLM"]}, r"is no EAGLE-3 drafter: architectures \['GemmaForCausalLM'\]"),
+        ({"draft_vocab_size": -3}, r"^the drafter: config.json: draft_vocab_size = -3"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, r"ids = \[1, 1, 2\] are not three of the target's 8 layers"),
+    ],
+)
+def test_what_config_json_says_wrong_is_told(overrides, sentence, target, tmp_path):
+    path = write_drafter(tmp_path / "drafter", target, overrides=overrides)
+    with pytest.raises(ModelUnsupported, match=sentence):
+        load(target, path)
+
+
+def test_a_model_too_shallow_for_the_usual_layers_is_told_that_none_were_named(tmp_path):
+    shallow = write_checkpoint(tmp_path / "model", kind="llama", tie=False, **(SIZES | {"layers": 5}))
+    path = write_drafter(tmp_path / "drafter", shallow)
+    config = json.loads((path / "config.json").read_text())
+    config.pop("eagle_aux_hidden_state_layer_ids", None)
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelUnsupported, match=r"no eagle_aux_hidden_state_layer_ids, and the usual \[2, 2, 2\] are"):
+        load(shallow, path)
