@@ -185,11 +185,13 @@ def watch_tp_group(channel: PlanChannel | None, on_fatal: OnFatal) -> None:
     """Watch the ranks, which serve from here on: if any fails, all end.
 
     Raises:
-        WorkerLost: a rank never came to this point.
+        WorkerLost: a rank never came to this point, or just ended.
     """
     if channel is not None:
         channel.start(LOAD_TIMEOUT_S)
         channel.link.on_fail = on_fatal
+        if channel.link.failure is not None:  # it failed before the callback was set
+            raise channel.link.failure
 
 
 def start_error(error: WorkerLost) -> BatonError:
