@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import math
 import os
 import socket
 import ssl
@@ -28,6 +29,8 @@ from baton.runbook.common.steps import Action, Check, Step, Verification, requir
 TABLE_S = 30.0
 REDIS_S = 3.0
 COMMAND_KILL_S = 5.0
+SETTLE_S = 60.0
+LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,13 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help="HOST:PORT of its Redis, or rediss://HOST:PORT with Ray's RAY_REDIS_CA_CERT, _CLIENT_CERT and "
         f"_CLIENT_KEY, to look at first; a password is in {PASSWORD_VARIABLE}",
     )
+    parser.add_argument(
+        "--settle-s",
+        type=float,
+        default=SETTLE_S,
+        help="how long workers must then stay as they are: Ray's autoscaler may start Ray again on other hosts "
+        f"some seconds after the head  [{SETTLE_S:g}]",
+    )
     parser.add_argument("--force", action="store_true", help="even if the head answers")
 
 
@@ -164,10 +174,13 @@ class _HeadRestart:
     def __init__(self, site: Site, options: argparse.Namespace) -> None:
         if not options.command.strip():
             raise ConfigInvalid("give --command: what starts the head again")
+        if not 0 <= options.settle_s < math.inf:
+            raise ConfigInvalid(f"--settle-s {options.settle_s:g}: a time in seconds, 0 or more")
         self._site = site
         self._ray_address: str = options.ray_address
         self._command: str = options.command
         self._redis: str = options.redis
+        self._settle_s: float = options.settle_s
         self._is_forced: bool = options.force
         self._canaries = CanaryRuns(site)
         self._incarnations: dict[str, int] = {}
@@ -265,11 +278,16 @@ class _HeadRestart:
         return bool(table.nodes) if host in LOOPBACK else host in table.nodes
 
     def _same_incarnations(self) -> str:
-        now = self._live()
-        changed = sorted(name for name, epoch in self._incarnations.items() if now.get(name) != epoch)
-        if changed:
-            raise StepFailed(f"{', '.join(changed)} are in another incarnation, or silent", worker_ids=changed)
-        return "all in the incarnations they were in"
+        """Look again and again: what ends them comes some seconds after the head."""
+        num_looks = 1 + math.ceil(self._settle_s / LOOK_S)
+        for look in range(num_looks):
+            if look:
+                self._site.pause(LOOK_S)
+            now = self._live()
+            changed = sorted(name for name, epoch in self._incarnations.items() if now.get(name) != epoch)
+            if changed:
+                raise StepFailed(f"{', '.join(changed)} are in another incarnation, or silent", worker_ids=changed)
+        return f"all in the incarnations they were in, for {self._settle_s:g} s"
 
 
 RUNBOOK = Runbook(

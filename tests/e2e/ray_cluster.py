@@ -185,7 +185,7 @@ class RayCluster:
         """As an operator does it; what the runbook answers."""
         home = self._directory / "home"
         command = f"env HOME={home} RAY_AUTH_MODE=token ray up -y --no-config-cache --restart-only {self.file}"
-        where = ("--ray-address", f"{self.head.address}:6379", "--timeout", "240")
+        where = ("--ray-address", f"{self.head.address}:6379", "--timeout", "300")
         return self.runbook("head-restart", *where, "--command", command)
 
 

@@ -297,7 +297,7 @@ def test_a_head_is_started_again_by_what_the_operator_says(runbook, deployment, 
     head = deployment._ray.ray.get_runtime_context().gcs_address
     use_ray_of(deployment, monkeypatch)
     mark, before = tmp_path / "started", standing()
-    given = ("--ray-address", head, "--command", f"echo again >> {mark}")
+    given = ("--ray-address", head, "--command", f"echo again >> {mark}", "--settle-s", "1")
     dry = runbook("head-restart", *given, "--force", "--dry-run")
     assert dry.code == 0, dry.stderr
     assert not dry.data["changed"]
@@ -352,6 +352,7 @@ def test_a_head_that_does_not_take_the_operator_is_told_at_once(
     ("arguments", "code"),
     [
         (["--command", " "], 2),
+        (["--command", "true", "--settle-s", "-1"], 2),
         (["--command", "true", "--redis", "127.0.0.1:1"], 3),
         (["--command", "true", "--redis", "nowhere"], 3),
         (["--command", "exit 9", "--ray-address", "127.0.0.1:1"], 4),
