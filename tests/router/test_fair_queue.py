@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import Overloaded
@@ -392,6 +392,7 @@ def require_equal_turns(served, flow_of, bound):
 
 @pytest.mark.fast
 @given(RING_ITEMS)
+@example([("a", 100, NORMAL, 5)] * 6 + [("a", 100, NORMAL, 1)] * 6)
 @settings(max_examples=100, deadline=None)
 def test_waiting_tenants_and_bands_of_one_tenant_get_as_many_tokens_each(items):
     """So a request without a deadline waits only for its turn, however many near deadlines its tenant has."""
