@@ -114,6 +114,7 @@ class AdminService(Operations):
         self._clock = clock
         self._local = migration.in_flight_tracker.local
         self._start_s = clock.now_s()
+        self._version = _version()  # read now: an upgrade replaces the files meanwhile
         self._scale = scale
 
     async def Status(
@@ -123,7 +124,7 @@ class AdminService(Operations):
         num_failed, num_clients = self._metrics.ended_with_errors()
         return admin_pb2.StatusReply(
             model=self._model,
-            version=_version(),
+            version=self._version,
             uptime_s=self._clock.now_s() - self._start_s,
             num_requests_running=self._admission.num_in_flight,
             num_requests_finished=self._metrics.total("requests_finished"),

@@ -89,6 +89,7 @@ class PlainEndpoints:
         self._front = front
         self._created = int(front.now_unix_s())
         self._document = openapi_document(front.model.name)
+        self._version = metadata.version("baton-pd")  # read now: an upgrade replaces the files meanwhile
 
     async def models(self, request: Request) -> Response:
         """List the served model under all its names."""
@@ -127,7 +128,7 @@ class PlainEndpoints:
 
     async def version(self, request: Request) -> Response:
         """Report the release that runs here."""
-        return JsonResponse({"version": metadata.version("baton-pd")})
+        return JsonResponse({"version": self._version})
 
     async def load(self, request: Request) -> Response:
         """Report the number of answers in progress."""

@@ -1,11 +1,13 @@
 """Fields that clients of vLLM, SGLang and llama.cpp send, and keys that they look for in replies."""
 
 import json
+from importlib import metadata
 
 import pytest
 
 from baton.core.errors import BatonError
 from baton.core.requests.sampling import SamplingParams
+from baton.proto import admin_pb2, admin_pb2_grpc
 from baton.proto.wire import sampling_from_proto
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completions import CompletionRequest
@@ -211,11 +213,23 @@ async def test_what_a_server_says_of_itself():
         for method in ("GET", "POST"):
             assert (await raw(running.url, [f"{method} /ping HTTP/1.1"]))[0] == 200
         status, _, body = await raw(running.url, ["GET /version HTTP/1.1"])
-        assert (status, list(json.loads(body))) == (200, ["version"])
+        assert (status, json.loads(body)) == (200, {"version": metadata.version("baton-pd")})
         assert json.loads((await raw(running.url, ["GET /load HTTP/1.1"]))[2]) == {"server_load": 0}
         status, fields, body = await raw(running.url, ["GET /docs HTTP/1.1"])
         assert (status, fields["content-type"]) == (200, "text/html; charset=utf-8")
         assert body.decode() == docs_page(openapi_document(MODEL))
+
+
+@pytest.mark.asyncio
+async def test_a_router_that_runs_does_not_take_the_version_of_an_installation_that_came_later(monkeypatch):
+    async with served() as (running, _):
+        runs = metadata.version("baton-pd")
+        for name in ("importlib.metadata.version", "baton.router.admin.version"):
+            monkeypatch.setattr(name, lambda _: "99.0")
+        status, _, body = await raw(running.url, ["GET /version HTTP/1.1"])
+        assert (status, json.loads(body)) == (200, {"version": runs})
+        told = await admin_pb2_grpc.AdminStub(running.channel).Status(admin_pb2.StatusRequest())
+        assert told.version == runs
 
 
 def test_the_page_names_every_path_and_parameter_and_loads_nothing():
