@@ -198,7 +198,9 @@ class KVLayout:
     @cached_property
     def attention(self) -> LayerLayout:
         """The first layer that keeps all positions."""
-        return next(layer for layer in self.layers if not layer.is_state)
+        found = next((layer for layer in self.layers if not layer.is_state), None)
+        assert found is not None, "a model without an attention layer: the config's reader is to refuse it"
+        return found
 
     @property
     def num_kv_heads(self) -> int:

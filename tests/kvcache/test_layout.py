@@ -49,6 +49,12 @@ def test_a_layer_that_cannot_be_is_named(changes, problem):
         assert KVLayout(model_hash="m", layers=(latent(8), layer), block_size=16).problem == f"layer 1 {layer.problem}"
 
 
+def test_a_layout_of_state_alone_says_that_it_has_no_attention_layer():
+    layer = LayerLayout(num_heads=2, num_parts=1, row_len=8, dtype="float32", keep=Keep.SNAPSHOT, length=16, ring=1)
+    with pytest.raises(AssertionError, match="without an attention layer"):
+        _ = KVLayout(model_hash="m", layers=(layer,), block_size=16).head_dim
+
+
 @pytest.mark.parametrize("layer", KINDS, ids=lambda layer: f"{layer.keep} {layer.length}")
 def test_every_field_of_a_layer_changes_the_hash(layer):
     layout = KVLayout(model_hash="m", layers=(latent(16), layer), block_size=16)

@@ -14,6 +14,7 @@ from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelUns
 from baton.core.numerics import Numerics
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.model.config import ModelConfig
+from baton.model.delta_sizes import read_delta_layers
 from baton.model.inputs import MixedBatch
 from baton.model.loader import load_model
 from baton.tests.model.checkpoints import write_checkpoint
@@ -345,6 +346,14 @@ def test_what_is_not_implemented_is_refused_by_name(overrides, option, tmp_path)
     with pytest.raises(ModelUnsupported) as refused:
         ModelConfig.from_directory(path)
     assert refused.value.fields["option"] == option
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("said", [{"layer_types": ["linear_attention"] * 3}, {}], ids=["named", "by the interval"])
+def test_a_model_without_an_attention_layer_is_refused_by_name(said):
+    with pytest.raises(ModelUnsupported, match="without a layer of full attention") as refused:
+        read_delta_layers(said, 3)
+    assert refused.value.fields["option"] == "layer_types"
 
 
 @pytest.mark.fast
