@@ -16,12 +16,13 @@ from baton.router.admission.admission import PRIORITIES, RequestWork
 
 QUANTUM: Final = 512  # tokens
 NEAREST_BAND: Final = -1  # deadlines in less than half a second
+NEAREST_S: Final = 2.0 ** (NEAREST_BAND - 1)  # where that band would begin if it were like the others
 FARTHEST_BAND: Final = 12  # those in 2,048 s or more
 
 
 def band_of(room_s: float) -> int:
     """Return the number of the band of a deadline in `room_s`: k for at least 2^(k-1) and less than 2^k seconds."""
-    return math.frexp(min(max(room_s, 2.0 ** (NEAREST_BAND - 1)), 2.0 ** (FARTHEST_BAND - 1)))[1]
+    return math.frexp(min(max(room_s, NEAREST_S), 2.0 ** (FARTHEST_BAND - 1)))[1]
 
 
 class Ticket:

@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 
 from baton.core.errors import Overloaded
 from baton.router.admission.admission import HIGH, LOW, NORMAL, Capacity, RequestWork
-from baton.router.admission.deficit_round_robin import DeficitRoundRobin, Ticket, band_of
+from baton.router.admission.deficit_round_robin import NEAREST_S, DeficitRoundRobin, Ticket, band_of
 
 MIN_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 30.0
@@ -70,11 +70,13 @@ class _Band:
     """One tenant's requests with about as long until their deadlines.
 
     All of them are judged by the nearest deadline asked for recently. Otherwise the farther half of a band would keep
-    out the nearer one.
+    out the nearer one. But the nearest band has no lower end: a deadline that nothing could meet would keep out all
+    others. So `NEAREST_S` stands for all deadlines below it.
 
     Attributes:
         asked_s: when the last request came.
-        room_s: seconds until the nearest deadline; it grows with time, as long as no such request comes.
+        room_s: seconds until the nearest deadline, at least `NEAREST_S`; it grows with time, as long as no such request
+            comes.
     """
 
     asked_s: float
@@ -330,7 +332,8 @@ class FairQueue:
         latest_s = self._latest_s(work, now_s)
         own_s = self._capacity.own_s(work)
         share = 1 / (len(self._asked_s) * len(bands))
-        part_s = share * ROOM[work.priority] * max(0.0, bands[ticket.band].room_s - own_s)
+        room_s = min(bands[ticket.band].room_s, latest_s - now_s)
+        part_s = share * ROOM[work.priority] * max(0.0, room_s - own_s)
         tokens = self._num_waiting_tokens + work.num_tokens
         positions = self._num_waiting_positions + work.num_positions
         if self._sum_s(tokens, positions) <= part_s:
@@ -373,7 +376,7 @@ class FairQueue:
     def _remember_band(self, work: RequestWork, now_s: float) -> int:
         """Return the number of a request's band, and record that its tenant has sent a request of it."""
         room_s = self._latest_s(work, now_s) - now_s
-        number = band_of(room_s)
+        number, room_s = band_of(room_s), max(room_s, NEAREST_S)
         bands = self._bands.setdefault(work.tenant, {})
         for other in [other for other, band in bands.items() if band.asked_s < now_s - self._limits.memory_s]:
             del bands[other]

@@ -189,6 +189,25 @@ def test_a_tenants_far_deadlines_take_no_room_from_its_near_ones():
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("hopeless_s", [-1.0, 0.0, 0.001])
+def test_a_deadline_that_nothing_could_meet_keeps_no_other_out(hopeless_s):
+    """Without keys, all callers are one tenant."""
+    queue = FairQueue(QueueLimits(ahead=1, ahead_s=0.0, margin_s=0.0))
+    queue.set_capacity(Capacity(tokens_per_s=1000.0))
+    queue.offer(work(tokens=10, deadline_s=30.0), 0.0)
+    (running,) = queue.grant(0.0)
+    with pytest.raises(Overloaded) as refused:
+        queue.offer(work(tokens=10, deadline_s=hopeless_s), 0.0)
+    assert refused.value.fields["reason"] in ("deadline", "priority")
+    for _ in range(8):  # 0.08 s of work, of a part of 0.7 / 2 * (0.25 s - 0.01 s)
+        queue.offer(work(tokens=10, deadline_s=0.45), 0.0)
+    with pytest.raises(Overloaded) as refused:
+        queue.offer(work(tokens=10, deadline_s=0.45), 0.0)
+    assert refused.value.fields["reason"] == "tenant"
+    queue.leave(running)
+
+
+@pytest.mark.fast
 def test_bands_are_forgotten_with_their_tenants():
     queue = FairQueue(QueueLimits(memory_s=5.0))
     for at in range(20):
