@@ -64,6 +64,7 @@ CHECK_INTERVAL_S = 0.5
 # Secrets of deployments in clusters, by name. Not in a folder that the cluster file copies to other hosts: Ray restarts
 # itself on all of them if such a folder changes on the head.
 SECRETS = Path.home() / ".baton_secrets"
+OLD_SECRETS = Path.home() / ".baton"  # where versions before kept them; workers that they started still run
 RESTART_POLL_S = 0.05
 DRAIN_MARGIN_S = 3.0  # time for the router to end after its grace period
 RAY_FOLDER = "ray"  # Ray opens its folder to all accounts; the one around it is private
@@ -452,7 +453,10 @@ def _require_curve_key(config: ServeConfig) -> None:
 def _secret_file_of(config: ServeConfig, name: str) -> Path | None:
     """File of this account that keeps a new secret, if the next `baton serve` that adopts the workers needs it."""
     is_given = config.secret_file or DeploymentSecret.given() is not None
-    return None if is_given or not _is_found_again(config) else SECRETS / f"{name}.secret"
+    if is_given or not _is_found_again(config):
+        return None
+    kept, old = (folder / f"{name}.secret" for folder in (SECRETS, OLD_SECRETS))
+    return old if old.exists() and not kept.exists() else kept
 
 
 def _secret_of(config: ServeConfig, kept: Path | None) -> DeploymentSecret:

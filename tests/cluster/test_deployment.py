@@ -109,6 +109,7 @@ def test_a_start_that_meets_no_ray_leaves_no_secret(model, monkeypatch, has_port
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)  # which tests have
     folder = model / "secrets"
     monkeypatch.setattr(deployment_module, "SECRETS", folder)
+    monkeypatch.setattr(deployment_module, "OLD_SECRETS", model / "old")
     monkeypatch.setattr(deployment_module.Deployment, "_start_in_cluster", fail)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1] if has_port else 0
@@ -120,6 +121,31 @@ def test_a_start_that_meets_no_ray_leaves_no_secret(model, monkeypatch, has_port
     with pytest.raises(RayUnavailable), deployment:
         pass
     assert [path.name for path in folder.glob("*")] == ([file.name] if is_kept else [])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("has_new", [False, True])
+def test_workers_that_an_older_version_started_are_adopted_with_their_secret(model, monkeypatch, has_new):
+    def fail(deployment, deadline_s, num_total):
+        raise RayUnavailable("no Ray cluster answers at 127.0.0.1:1", address="127.0.0.1:1")
+
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)  # which tests have
+    folders = model / "old", model / "new"
+    monkeypatch.setattr(deployment_module, "OLD_SECRETS", folders[0])
+    monkeypatch.setattr(deployment_module, "SECRETS", folders[1])
+    monkeypatch.setattr(deployment_module.Deployment, "_start_in_cluster", fail)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    deployment = make(model, ray_address="127.0.0.1:1", device="cpu", grpc_port=port)
+    kept = {}
+    for folder in folders[: 1 + has_new]:
+        folder.mkdir()
+        kept[folder] = DeploymentSecret.of_file(folder / f"{deployment._name}.secret")
+    with pytest.raises(RayUnavailable), deployment:
+        pass
+    assert deployment.secret == kept[folders[has_new]]
+    for folder, secret in kept.items():
+        assert DeploymentSecret.of_file(folder / f"{deployment._name}.secret") == secret
 
 
 @pytest.mark.fast
