@@ -448,11 +448,11 @@ def _exact_bounds(schema: dict[str, Any], path: str) -> dict[str, Any]:
         ValueError: there is no such schema.
     """
     whole = {key: found for key in _BOUNDS if (found := _whole(schema.get(key))) is not None}
-    if not whole:
-        return schema
-    schema = schema | whole
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
+    if not whole or not any(kind in ("integer", "number", None) for kind in kinds):
+        return schema
+    schema = schema | whole
     is_integer = "integer" in kinds and "number" not in kinds
     for key, value in whole.items():
         if abs(value) < MAX_EXACT:

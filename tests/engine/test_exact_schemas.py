@@ -56,6 +56,14 @@ def test_large_integers_that_are_exact_are_followed(compiler, schema):
         assert takes(compiler, schema, str(value)) == validator.is_valid(value), value
 
 
+@pytest.mark.parametrize("kind", ["string", ["string", "null"]])
+@pytest.mark.parametrize("key", ["maximum", "exclusiveMaximum"])
+@pytest.mark.parametrize("bound", [EXACT + 1, 1 << 60])
+def test_bounds_of_what_is_no_number_do_not_matter(compiler, kind, key, bound):
+    schema = {"type": kind, key: bound}
+    assert takes(compiler, schema, '"7"') and not takes(compiler, schema, "7")
+
+
 @pytest.mark.parametrize(
     ("schema", "match"),
     [
