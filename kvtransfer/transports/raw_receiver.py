@@ -407,9 +407,14 @@ class RawReceiver:
                 self._rest(error)
                 return
             if len(self._connections) >= MAX_CONNECTIONS:
+                # The one that has had longest to prove itself goes, so that who holds as many as there may be keeps no
+                # peer out. None that has proved itself does.
                 self._counts.connections_refused += 1
-                accepted.close()
-                continue
+                unproved = next((each for each in self._connections.values() if not each.peer), None)
+                if unproved is None:
+                    accepted.close()
+                    continue
+                self._close(unproved)
             preface = AcceptingPreface(self._proofs, self._listener_id, secrets.token_bytes(NUMBER_BYTES))
             connection = RawConnection(accepted, preface, self._config, self)
             self._connections[connection.file] = connection

@@ -417,11 +417,19 @@ def test_a_peer_has_only_so_many_connections(ends, connect, monkeypatch):
 
 
 def test_there_are_only_so_many_connections_in_all(ends, connect, monkeypatch):
-    monkeypatch.setattr(raw_receiver, "MAX_CONNECTIONS", 2)
-    first, second = connect(), connect()
-    first.sendall(b"K")
-    assert is_closed(ends, second)
-    assert ends.d.counts.connections_refused == 1
+    """Beside the one that is open. Those of strangers, who prove nothing, keep no peer out."""
+    monkeypatch.setattr(raw_receiver, "MAX_CONNECTIONS", 3)
+    strangers = [connect() for _ in range(2)]
+    strangers[0].sendall(b"K")
+    hear(ends, strangers[1], CHALLENGE_BYTES)
+    own = welcomed(ends, connect)
+    assert is_closed(ends, strangers[0]) and ends.d.counts.connections_refused == 1
+    welcomed(ends, connect)
+    assert is_closed(ends, strangers[1]) and ends.d.counts.connections_refused == 2
+    assert is_closed(ends, connect()) and ends.d.counts.connections_refused == 3, "all have proved themselves"
+    own.sendall(make_header(8) + b"content!")
+    ends.pump_until(ends.frames)
+    assert ends.read(ends.frames()[0]) == b"content!"
 
 
 def test_a_data_path_that_breaks_falls_back_and_comes_again(ends, caplog):
