@@ -100,23 +100,32 @@ class Decoder:
         self.norm = RMSNorm(source, "model.norm", config.rms_norm_eps, ops, plus_one=config.has_plus_one_norms)
         self._aux_layers: Collection[int] = ()
         self._skipped_layers: Collection[int] = ()
+        self._never_skipped: frozenset[int] = frozenset()
         self._join: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
 
     def tap(self, layers: Collection[int], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
         """Let every pass append `join`, applied to the inputs of these layers, to its hidden states."""
         self._aux_layers, self._join = layers, join
 
-    @contextmanager
-    def one_of_each_layer(self) -> Iterator[None]:
-        """Let passes skip layers like an earlier one: they launch the same kernels, but compute something else."""
+    def alike_layers(self) -> set[int]:
+        """Layers that launch the same kernels as an earlier one, and whose inputs nothing taps."""
         kinds: set[Hashable] = set()
-        skipped = set()
+        alike = set()
         for index, layer in enumerate(self.layers):
             kind = tuple(_traits(layer, set()))
             if kind in kinds and index not in self._aux_layers:
-                skipped.add(index)
+                alike.add(index)
             kinds.add(kind)
-        self._skipped_layers = skipped
+        return alike
+
+    def never_skip(self, layers: Collection[int]) -> None:
+        """Let `one_of_each_layer` compute these layers, too."""
+        self._never_skipped = frozenset(layers)
+
+    @contextmanager
+    def one_of_each_layer(self) -> Iterator[None]:
+        """Let passes skip layers like an earlier one: they launch the same kernels, but compute something else."""
+        self._skipped_layers = self.alike_layers() - self._never_skipped
         try:
             yield
         finally:

@@ -8,7 +8,7 @@ Legend: T tokens, N rows, D hidden size, V vocabulary, W tokens of this rank (al
 columns of the draft head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 
 import torch
@@ -156,6 +156,14 @@ class Model:
         routed = self._routed(positions_T, slots_T, pool)
         inputs = AttentionInputs(rows, slots_T, pool, *angles, _ignore_layer, routed=routed)
         return self._decoder.pieces(token_ids_T, inputs)
+
+    def alike_layers(self) -> set[int]:
+        """See `Decoder.alike_layers`."""
+        return self._decoder.alike_layers()
+
+    def never_skip(self, layers: Collection[int]) -> None:
+        """See `Decoder.never_skip`."""
+        self._decoder.never_skip(layers)
 
     def one_of_each_layer(self) -> AbstractContextManager[None]:
         """See `Decoder.one_of_each_layer`."""

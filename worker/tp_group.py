@@ -5,6 +5,7 @@ again, under a new epoch. A group leaves nothing behind: the link is an abstract
 module owns the order of joining; the caller starts the ranks (`RankStarter`), and the roles decide what they do then.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from baton.engine.tp.link import TPGroupLink
 from baton.engine.tp.plan import PlanChannel
 from baton.engine.tp.plan_codec import PlanCodec
 from baton.engine.tp.rank_runners import Rank0Runner
-from baton.model.parallel import Communicator
+from baton.model.model import Model
+from baton.model.parallel import Alone, Communicator
 from baton.worker.loading import LoadedWorker, reach_of
 from baton.worker.rank import RankPlace, RankStarter
 
@@ -43,6 +45,7 @@ def decode_runner(config: WorkerConfig, loaded: LoadedWorker, communicator: Comm
         grammars=loaded.grammars,
         host_kv_bytes=config.host_kv_bytes,
     )
+    agree_on_layers(loaded.model, communicator or Alone())
     reach = reach_of(config, loaded.model)
     runner.compile_ahead(reach)
     runner.graphs = graphed_step(
@@ -73,6 +76,7 @@ def prefill_runner(
         grammars=loaded.grammars,
         open_push=open_push,
     )
+    agree_on_layers(loaded.model, communicator or Alone())
     reach = reach_of(config, loaded.model)
     runner.compile_ahead(reach, decodes=False)
     runner.graphs = graphed_step(
@@ -88,6 +92,17 @@ def prefill_runner(
     )
     runner.warm_up(reach, decodes=False)
     return runner
+
+
+def agree_on_layers(model: Model, group: Communicator) -> None:
+    """Let passes that compute one layer of each kind compute the same layers at every rank.
+
+    Each rank sees its own weights alone. If one of them skipped a layer that another computes, their collectives would
+    not meet.
+    """
+    votes = group.gather_bytes(json.dumps(sorted(model.alike_layers())).encode())
+    alike = [set(json.loads(vote)) for vote in votes]
+    model.never_skip(set.union(*alike) - set.intersection(*alike))
 
 
 def rank0_runner(config: WorkerConfig, runner: Runner, channel: PlanChannel) -> Rank0Runner:

@@ -9,6 +9,8 @@ from baton.model.loader import load_model
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.eagle_checkpoints import write_drafter
 from baton.tests.model.harness import Paged, prompt
+from baton.tests.model.ranks import on_ranks
+from baton.worker.tp_group import agree_on_layers
 
 pytestmark = pytest.mark.fast
 MIXED = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
@@ -107,3 +109,18 @@ def test_an_error_in_between_leaves_no_layer_out(tmp_path):
     with pytest.raises(KeyError), model.one_of_each_layer():
         raise KeyError
     assert not model._decoder._skipped_layers
+
+
+def test_ranks_skip_the_same_layers_though_their_weights_differ(tmp_path):
+    """One rank's weight of one layer has another form: no rank skips that layer."""
+    path = write_checkpoint(tmp_path / "model", kind="llama", layers=4, with_mtp=False)
+
+    def skipped(group):
+        model = load(path, with_mtp=False)
+        if group.rank == 1:
+            replaced(model, 2, lambda weight: weight.float())
+        agree_on_layers(model, group)
+        with model.one_of_each_layer():
+            return sorted(model._decoder._skipped_layers)
+
+    assert on_ranks(2, skipped) == [[1, 3], [1, 3]]
