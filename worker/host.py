@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +13,9 @@ import grpc
 import grpc.aio
 
 from baton.core.config import WorkerConfig
-from baton.core.errors import BatonError, InvalidRequest, PortInUse, Unauthenticated, WorkerLost, as_internal
+from baton.core.errors import BatonError, InvalidRequest, PortInUse, WorkerLost, as_internal
 from baton.core.handshakes import Handshakes
-from baton.core.inside import ROUTER, WorkerIdentity
+from baton.core.inside import WorkerIdentity
 from baton.core.tls_files import TlsFiles, TlsWatch
 from baton.kernels.compiles import COMPILES
 from baton.proto import admin_pb2, admin_pb2_grpc, wire, worker_pb2, worker_pb2_grpc
@@ -24,6 +23,7 @@ from baton.proto.inside import ALWAYS_OPEN, InsideChannel, RequireProof
 from baton.proto.roles import ALLOWED_AT_WORKERS, RequireRole
 from baton.proto.secure_channel import SecureChannels, is_refused_certificate, server_credentials
 from baton.proto.unreadable import RefuseUnreadable
+from baton.worker.router_incarnation import RouterIncarnation
 
 HEARTBEAT_S = 0.25
 # A busy router is not dead: a heartbeat waits for it. A dead one breaks the connection, because it ends or because it
@@ -50,8 +50,6 @@ SERVER_OPTIONS = (
     # Pings of a peer that was cut off or stopped all arrive at once afterwards; that is no reason to disconnect.
     ("grpc.http2.max_ping_strikes", 0),
 )
-
-_ROUTER_INCARNATION = re.compile(f"{ROUTER}@[0-9a-f]{{16}}")
 
 SetSpeculation = Callable[[worker_pb2.SpeculationMode], worker_pb2.Speculation]
 
@@ -188,11 +186,11 @@ class WorkerHost:
                 try:
                     membership = worker_pb2_grpc.MembershipStub(await router.newest())
                     reply = await membership.Heartbeat(self._report(), timeout=HEARTBEAT_TIMEOUT_S)
-                    is_told, silent_since_s, router.is_meeting = False, math.inf, False
+                    is_told, silent_since_s, router.incarnation.is_meeting = False, math.inf, False
                     self._follow(reply)
                     num_broken = 0
                 except grpc.aio.AioRpcError as error:
-                    is_met = router.meets(error)
+                    is_met = router.incarnation.meets(error)
                     now_s = self._loop.time()
                     silent_since_s = now_s if is_met else min(silent_since_s, now_s)
                     if not is_told and now_s - silent_since_s >= SILENT_S and not is_met:
@@ -259,8 +257,7 @@ class _RouterChannel:
         self._address = address
         self._secure = secure
         self._caller = identity.caller
-        self._incarnation = ""
-        self.is_meeting = False  # only one heartbeat is repeated at once, whatever the other side sends
+        self.incarnation = RouterIncarnation()
         self._version = secure.version
         self._channel = secure.open_aio(address, ROUTER_OPTIONS)
 
@@ -269,22 +266,7 @@ class _RouterChannel:
         if version != self._version:
             await self._channel.close(None)
             self._version, self._channel = version, self._secure.open_aio(self._address, ROUTER_OPTIONS)
-        return InsideChannel(self._channel, self._caller, lambda: self._incarnation)
-
-    def meets(self, error: grpc.aio.AioRpcError) -> bool:
-        """Return whether a call failed only because the router is a new incarnation; the next call then names it.
-
-        A proof for an incarnation that another server made up is of no use to that server.
-        """
-        if self.is_meeting or error.code() is not grpc.StatusCode.UNAUTHENTICATED:
-            self.is_meeting = False
-            return False
-        typed = wire.error_from_rpc(error)
-        incarnation = str(typed.fields.get("callee", "")) if isinstance(typed, Unauthenticated) else ""
-        if not _ROUTER_INCARNATION.fullmatch(incarnation) or incarnation == self._incarnation:
-            return False
-        self._incarnation, self.is_meeting = incarnation, True
-        return True
+        return InsideChannel(self._channel, self._caller, lambda: self.incarnation.name)
 
     async def close(self) -> None:
         await self._channel.close(None)
