@@ -16,6 +16,7 @@ from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
 from baton.core.errors import InvalidRequest
 from baton.core.kv_transports import control_channel, one_sided_data_paths
+from baton.core.start_phase import RANKS, OnPhase
 from baton.core.telemetry.logs import know
 from baton.core.telemetry.telemetry import Telemetry
 from baton.core.verification import VerificationMode
@@ -34,6 +35,7 @@ from baton.worker.host import WorkerHost, worker_identity
 from baton.worker.inventory import worker_state
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
 from baton.worker.rank import RankPlace, RankStarter
+from baton.worker.start_report import StartReport
 from baton.worker.tp_group import (
     closed_if_it_fails,
     decode_runner,
@@ -69,17 +71,20 @@ class DecodeNode:
         config.verification.require_servable()
         self.epoch = secrets.randbits(64) or 1
         know(role="decode", epoch=f"{self.epoch:016x}")
-        self._channel, self._on_fatal = lead_worker(config, self.epoch, plan_codec(), starter, on_fatal)
-        with closed_if_it_fails(self._channel):
-            self._start()
+        with StartReport(config, "decode", self.epoch) as on_phase:
+            if config.tp_size > 1:
+                on_phase(RANKS, 0, 0)
+            self._channel, self._on_fatal = lead_worker(config, self.epoch, plan_codec(), starter, on_fatal)
+            with closed_if_it_fails(self._channel):
+                self._start(on_phase)
 
-    def _start(self) -> None:
+    def _start(self, on_phase: OnPhase) -> None:
         with ExitStack() as undo:  # undoes what was started if a later part fails
-            loaded, self._incoming = self._load()
+            loaded, self._incoming = self._load(on_phase)
             self.config = loaded.applied(self.config)
             undo.callback(self._incoming.close)
             self._loaded = loaded
-            self.worker = self._make_worker(loaded)
+            self.worker = self._make_worker(loaded, on_phase)
             undo.pop_all()  # the worker owns the KV receiver now
             undo.callback(self.worker.close)
             watch_tp_group(self._channel, self._on_fatal)
@@ -88,9 +93,9 @@ class DecodeNode:
             self.host.start()
             undo.pop_all()
 
-    def _make_worker(self, loaded: LoadedWorker) -> DecodeWorker:
+    def _make_worker(self, loaded: LoadedWorker, on_phase: OnPhase) -> DecodeWorker:
         config, clock, channel = self.config, MonotonicClock(), self._channel
-        runner = decode_runner(config, loaded, None if channel is None else channel.communicator)
+        runner = decode_runner(config, loaded, None if channel is None else channel.communicator, on_phase)
         self._lead = None if channel is None else rank0_runner(config, runner, channel)
         about = {"worker_id": config.worker_id, "epoch": f"{self.epoch:016x}"}
         self._telemetry = Telemetry(config.telemetry, "decode", clock, about)
@@ -139,7 +144,7 @@ class DecodeNode:
             identity=worker_identity(config, "decode", self.epoch),
         )
 
-    def _load(self) -> tuple[LoadedWorker, ReceiverService]:
+    def _load(self, on_phase: OnPhase) -> tuple[LoadedWorker, ReceiverService]:
         """Load the model, and start the KV receiver in its own process.
 
         On CPUs the pools of all ranks are in memory that the receiver writes. On GPUs rank 0's kernels fill them from
@@ -156,7 +161,7 @@ class DecodeNode:
 
         try:
             group = None if self._channel is None else self._channel.communicator
-            loaded = load_worker(config, pool_memory=pool_memory, communicator=group)
+            loaded = load_worker(config, on_phase, pool_memory=pool_memory, communicator=group)
             kind = control_channel(config.transfer.transport).name
             data_paths = tuple(declared.data_path for declared in one_sided_data_paths(config.transfer.transport))
             setup = ReceiverSetup(

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
+from baton.core.start_phase import FINDING_KERNELS, KERNELS, OnPhase, no_phase
 from baton.kernels.dry_run import forms_of
 from baton.kernels.kernel_form import KernelForm
 
@@ -36,16 +37,18 @@ _PR_SET_PDEATHSIG: Final = 1
 log = logging.getLogger(__name__)
 
 
-def compile_ahead(work: Callable[[], None], num_ranks: int = 1) -> None:
+def compile_ahead(work: Callable[[], None], num_ranks: int = 1, on_phase: OnPhase = no_phase) -> None:
     """Compile what the work will launch, if there is enough of it for a separate process to be faster.
 
     Args:
         work: done here as a dry run (`dry_run.forms_of`).
         num_ranks: number of ranks that do the same on this host at the same time.
+        on_phase: called before the dry run, and with the number of kernels before they are compiled.
 
     Raises:
         Exception: whatever the work raises.
     """
+    on_phase(FINDING_KERNELS, 0, 0)
     start_s = time.monotonic()
     forms = forms_of(work)
     missing = [form for form in forms if not form.is_cached()]
@@ -55,6 +58,7 @@ def compile_ahead(work: Callable[[], None], num_ranks: int = 1) -> None:
         return
     num_processes = max(1, min(len(os.sched_getaffinity(0)) // num_ranks, MAX_PROCESSES))
     log.info("compiling %d kernels, %d at once", len(missing), num_processes)
+    on_phase(KERNELS, 0, len(missing))
     start_s = time.monotonic()
     compile_all(missing, num_processes)
     num_failed = sum(not form.is_cached() for form in missing)

@@ -13,6 +13,7 @@ from baton.core.build import build_id
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
 from baton.core.errors import ConfigInvalid
+from baton.core.start_phase import RANKS, OnPhase
 from baton.core.telemetry.logs import know
 from baton.core.telemetry.telemetry import Telemetry
 from baton.engine.step.runner import Runner
@@ -28,6 +29,7 @@ from baton.worker.host import WorkerHost, worker_identity
 from baton.worker.inventory import worker_state
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
 from baton.worker.rank import RankPlace, RankStarter
+from baton.worker.start_report import StartReport
 from baton.worker.tp_group import (
     closed_if_it_fails,
     follow,
@@ -65,19 +67,22 @@ class PrefillNode:
         self._build = build_id()
         self.epoch = secrets.randbits(64) or 1
         know(role="prefill", epoch=f"{self.epoch:016x}")
-        self._channel, self._on_fatal = lead_worker(config, self.epoch, prefill_codec(), starter, on_fatal)
-        with closed_if_it_fails(self._channel):
-            self._start()
+        with StartReport(config, "prefill", self.epoch) as on_phase:
+            if config.tp_size > 1:
+                on_phase(RANKS, 0, 0)
+            self._channel, self._on_fatal = lead_worker(config, self.epoch, prefill_codec(), starter, on_fatal)
+            with closed_if_it_fails(self._channel):
+                self._start(on_phase)
 
-    def _start(self) -> None:
+    def _start(self, on_phase: OnPhase) -> None:
         group = None if self._channel is None else self._channel.communicator
-        loaded = load_worker(self.config, communicator=group)
+        loaded = load_worker(self.config, on_phase, communicator=group)
         self.config = loaded.applied(self.config)
         self._loaded = loaded
         with ExitStack() as undo:  # undoes what was started if a later part fails
             push = _push(self.config, loaded, self.epoch)
             undo.callback(push.close)
-            runner = prefill_runner(self.config, loaded, group, push.open_step)
+            runner = prefill_runner(self.config, loaded, group, push.open_step, on_phase)
             self.worker = self._make_worker(loaded, runner, push)
             undo.pop_all()  # the worker owns it now
             undo.callback(self.worker.close)

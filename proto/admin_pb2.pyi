@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "version", "uptime_s", "num_requests_running", "num_requests_finished", "num_requests_failed", "num_tokens_streamed", "workers", "refused_pairs", "num_handoff_retries", "num_retries_refused", "retry_tokens", "num_migrations", "quarantined", "max_queue_len", "scale", "local_prefill", "num_requests_refused")
+    __slots__ = ("model", "version", "uptime_s", "num_requests_running", "num_requests_finished", "num_requests_failed", "num_tokens_streamed", "workers", "refused_pairs", "num_handoff_retries", "num_retries_refused", "retry_tokens", "num_migrations", "quarantined", "max_queue_len", "scale", "local_prefill", "num_requests_refused", "starting")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class StatusReply(_message.Message):
     SCALE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    STARTING_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     uptime_s: float
@@ -48,7 +49,8 @@ class StatusReply(_message.Message):
     scale: ScaleRequest
     local_prefill: LocalPrefill
     num_requests_refused: int
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_requests_running: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., num_tokens_streamed: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., refused_pairs: _Optional[_Iterable[_Union[RefusedPair, _Mapping]]] = ..., num_handoff_retries: _Optional[int] = ..., num_retries_refused: _Optional[int] = ..., retry_tokens: _Optional[float] = ..., num_migrations: _Optional[int] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., max_queue_len: _Optional[int] = ..., scale: _Optional[_Union[ScaleRequest, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, _Mapping]] = ..., num_requests_refused: _Optional[int] = ...) -> None: ...
+    starting: _containers.RepeatedCompositeFieldContainer[_worker_pb2.StartingWorker]
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_requests_running: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., num_tokens_streamed: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., refused_pairs: _Optional[_Iterable[_Union[RefusedPair, _Mapping]]] = ..., num_handoff_retries: _Optional[int] = ..., num_retries_refused: _Optional[int] = ..., retry_tokens: _Optional[float] = ..., num_migrations: _Optional[int] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., max_queue_len: _Optional[int] = ..., scale: _Optional[_Union[ScaleRequest, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, _Mapping]] = ..., num_requests_refused: _Optional[int] = ..., starting: _Optional[_Iterable[_Union[_worker_pb2.StartingWorker, _Mapping]]] = ...) -> None: ...
 
 class LocalPrefill(_message.Message):
     __slots__ = ("mode", "num_choices", "only_way")

@@ -7,6 +7,26 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class StartingWorker(_message.Message):
+    __slots__ = ("worker_id", "role", "epoch", "phase", "num_done", "num_total")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    NUM_DONE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: str
+    epoch: int
+    phase: str
+    num_done: int
+    num_total: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., phase: _Optional[str] = ..., num_done: _Optional[int] = ..., num_total: _Optional[int] = ...) -> None: ...
+
+class StartingReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Peer(_message.Message):
     __slots__ = ("worker_id", "kv_address", "epoch")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]

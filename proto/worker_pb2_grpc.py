@@ -277,6 +277,11 @@ class MembershipStub(object):
                 request_serializer=baton_dot_proto_dot_worker__pb2.WorkerState.SerializeToString,
                 response_deserializer=baton_dot_proto_dot_worker__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
+        self.Starting = channel.unary_unary(
+                '/baton.v1.Membership/Starting',
+                request_serializer=baton_dot_proto_dot_worker__pb2.StartingWorker.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_worker__pb2.StartingReply.FromString,
+                _registered_method=True)
 
 
 class MembershipServicer(object):
@@ -289,6 +294,13 @@ class MembershipServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Starting(self, request, context):
+        """From workers that are not ready yet, each second: what their start does. For operators alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MembershipServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -296,6 +308,11 @@ def add_MembershipServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=baton_dot_proto_dot_worker__pb2.WorkerState.FromString,
                     response_serializer=baton_dot_proto_dot_worker__pb2.HeartbeatReply.SerializeToString,
+            ),
+            'Starting': grpc.unary_unary_rpc_method_handler(
+                    servicer.Starting,
+                    request_deserializer=baton_dot_proto_dot_worker__pb2.StartingWorker.FromString,
+                    response_serializer=baton_dot_proto_dot_worker__pb2.StartingReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -326,6 +343,33 @@ class Membership(object):
             '/baton.v1.Membership/Heartbeat',
             baton_dot_proto_dot_worker__pb2.WorkerState.SerializeToString,
             baton_dot_proto_dot_worker__pb2.HeartbeatReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Starting(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Membership/Starting',
+            baton_dot_proto_dot_worker__pb2.StartingWorker.SerializeToString,
+            baton_dot_proto_dot_worker__pb2.StartingReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,7 @@ from baton.router.placement.local_prefill import NEVER
 from baton.router.placement.members import DECODE, MAX_WORKERS, PREFILL, Member, Members
 from baton.router.placement.policy import require
 from baton.router.placement.refusals import Refusals
+from baton.router.placement.starting import StartingWorkers
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -92,6 +93,7 @@ class AdminService(Operations):
         *,
         model: str,
         members: Members,
+        starting: StartingWorkers,
         refusals: Refusals,
         channels: Channels,
         metrics: RouterMetrics,
@@ -105,6 +107,7 @@ class AdminService(Operations):
         super().__init__(members, migration, clock)
         self._model = model
         self._members = members
+        self._starting = starting
         self._refusals = refusals
         self._channels = channels
         self._metrics = metrics
@@ -132,6 +135,7 @@ class AdminService(Operations):
             num_requests_refused=num_clients,
             num_tokens_streamed=self._metrics.total("generation_tokens"),
             workers=[self._status(member) for member in self._members.all()],
+            starting=self._starting.all(),
             refused_pairs=[
                 admin_pb2.RefusedPair(
                     prefill_worker=refusal.prefill.worker_id,

@@ -48,6 +48,7 @@ from baton.router.placement.membership import MembershipService
 from baton.router.placement.prefix_index import FleetPrefixIndex, PrefixCollector, PrefixFeed
 from baton.router.placement.refusals import Refusals
 from baton.router.placement.routing import PREFIX, ROUND_ROBIN, make_policy
+from baton.router.placement.starting import StartingWorkers
 from baton.router.served_model import ServedModel
 from baton.router.shutdown import Shutdown
 from baton.router.worker_metrics import WorkerCollector
@@ -327,9 +328,11 @@ class RouterServer:
             shutdown=self.shutdown,
             settling=self._settling,
         )
+        starting = StartingWorkers(self.members, self._clock)
         admin = AdminService(
             model=self._model.name,
             members=self.members,
+            starting=starting,
             refusals=self.refusals,
             channels=self._channels,
             metrics=self.metrics,
@@ -344,7 +347,9 @@ class RouterServer:
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, admin_server)
         on_other = self.security_metrics.refused.labels("worker_name").inc
-        membership = MembershipService(self.members, self._model.name, speculation, self.desired_state, on_other)
+        membership = MembershipService(
+            self.members, starting, self._model.name, speculation, self.desired_state, on_other
+        )
         worker_pb2_grpc.add_MembershipServicer_to_server(membership, admin_server)
         for listener in self._listeners:
             names = [SERVICES["Inference"]] if listener is self.public else []

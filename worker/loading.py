@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
 from baton.core.requests.tokenizer import Tokenizer
 from baton.core.requests.validate import RequestLimits
+from baton.core.start_phase import KV_POOL, WEIGHTS, OnPhase, no_phase
 from baton.engine.chunk_budget import MIN_LEN
 from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.graphs.kernel_warm_up import Reach
@@ -205,7 +207,7 @@ class LoadedWorker:
 
 def load_worker(
     config: WorkerConfig,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_phase: OnPhase = no_phase,
     pool_memory: Callable[[PoolGeometry], memoryview] | None = None,
     communicator: Communicator | None = None,
 ) -> LoadedWorker:
@@ -213,7 +215,7 @@ def load_worker(
 
     Args:
         config: what to load.
-        on_progress: called with (tensors loaded, all tensors).
+        on_phase: called with the tensors loaded and all tensors, and before the pool is made.
         pool_memory: returns the memory for a pool on a CPU, to share it; None: the pool allocates its own.
         communicator: connects the worker's ranks; all of them load at the same time, and have pools of the same length.
 
@@ -236,7 +238,7 @@ def load_worker(
         numerics=config.numerics,
         with_mtp=config.num_draft_tokens > 0 and config.has_head and not config.draft_path,
         draft_path=Path(config.draft_path) if config.draft_path and config.num_draft_tokens else None,
-        on_progress=on_progress,
+        on_progress=partial(on_phase, WEIGHTS),
         random_seed=RANDOM_SEED if is_random else None,
         communicator=group,
         expert_parallel=config.enable_expert_parallel,
@@ -253,6 +255,7 @@ def load_worker(
         tokenizer = Tokenizer.from_directory(path)
     if config.numerics is Numerics.INVARIANT:
         _check_invariance(model, config, group)
+    on_phase(KV_POOL, 0, 0)
     layout = model.kv_layout(config.block_size)
     layout.require_state(config.state_checkpoint_interval)
     sizes = _sizes(config, model)

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, WorkerLost, WorkerStartFailed, from_wire
+from baton.core.start_phase import WARM_UP, OnPhase, no_phase
 from baton.engine.graphs.graphed_step import graphed_step
 from baton.engine.step.runner import OpenPush, Runner
 from baton.engine.tp import join as tp_group_join
@@ -31,7 +32,12 @@ from baton.worker.loading import LoadedWorker, reach_of
 from baton.worker.rank import RankPlace, RankStarter
 
 
-def decode_runner(config: WorkerConfig, loaded: LoadedWorker, communicator: Communicator | None) -> Runner:
+def decode_runner(
+    config: WorkerConfig,
+    loaded: LoadedWorker,
+    communicator: Communicator | None,
+    on_phase: OnPhase = no_phase,
+) -> Runner:
     """Make the runner of a worker that decodes and computes prompts; warmed up, its CUDA graphs captured."""
     runner = Runner(
         loaded.model,
@@ -47,7 +53,7 @@ def decode_runner(config: WorkerConfig, loaded: LoadedWorker, communicator: Comm
     )
     agree_on_layers(loaded.model, communicator or Alone())
     reach = reach_of(config, loaded.model)
-    runner.compile_ahead(reach)
+    runner.compile_ahead(reach, on_phase=on_phase)
     runner.graphs = graphed_step(
         loaded.model,
         loaded.pool,
@@ -57,13 +63,19 @@ def decode_runner(config: WorkerConfig, loaded: LoadedWorker, communicator: Comm
         max_model_len=config.max_model_len,
         max_num_tokens=reach.num_tokens,
         communicator=communicator,
+        on_phase=on_phase,
     )
+    on_phase(WARM_UP, 0, 0)
     runner.warm_up(reach)
     return runner
 
 
 def prefill_runner(
-    config: WorkerConfig, loaded: LoadedWorker, communicator: Communicator | None, open_push: OpenPush
+    config: WorkerConfig,
+    loaded: LoadedWorker,
+    communicator: Communicator | None,
+    open_push: OpenPush,
+    on_phase: OnPhase = no_phase,
 ) -> Runner:
     """Make the runner of a worker that only computes prompts, and pushes their KV; warmed up, trunk graphs captured."""
     runner = Runner(
@@ -78,7 +90,7 @@ def prefill_runner(
     )
     agree_on_layers(loaded.model, communicator or Alone())
     reach = reach_of(config, loaded.model)
-    runner.compile_ahead(reach, decodes=False)
+    runner.compile_ahead(reach, decodes=False, on_phase=on_phase)
     runner.graphs = graphed_step(
         loaded.model,
         loaded.pool,
@@ -89,7 +101,9 @@ def prefill_runner(
         max_num_tokens=reach.num_tokens,
         communicator=communicator,
         decodes=False,
+        on_phase=on_phase,
     )
+    on_phase(WARM_UP, 0, 0)
     runner.warm_up(reach, decodes=False)
     return runner
 

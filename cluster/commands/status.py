@@ -5,6 +5,7 @@ from typing import Any
 from baton.cluster.admin import as_data, fetch_status
 from baton.cluster.doctor.decode_report import decode_data, format_decode
 from baton.cluster.outcome import ExitCode, Output, format_table
+from baton.core.start_phase import StartPhase
 
 
 def status(address: str, output: Output) -> ExitCode:
@@ -62,6 +63,9 @@ def format_status(data: dict[str, Any]) -> str:
     if data["num_retries_refused"]:
         summary += f", {data['num_retries_refused']} more than the retry budget allows"
     lines = [summary, format_table(header, rows), *([format_decode(data["decode"])] if data["decode"] else [])]
+    for worker in data["starting"]:
+        phase = StartPhase(worker["phase"], worker["num_done"], worker["num_total"])
+        lines.append(f"{worker['worker_id']} starts: {phase}")
     for worker in data["workers"]:
         if worker["unfit"]:
             reason = worker["unfit_reason"]

@@ -23,6 +23,7 @@ import torch
 from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import BatonError, WorkerLost, WorkerStartFailed
 from baton.core.numerics import Numerics
+from baton.core.start_phase import GRAPHS, OnPhase, no_phase
 from baton.engine.graphs.backend import CaptureRefused, CudaBackend, GraphBackend, Replay
 from baton.engine.graphs.key import (
     EagerReason,
@@ -349,15 +350,16 @@ class GraphedStep:
         self._trunks: list[PiecewiseTrunk] = []  # by rows, ascending
         self._told: set[EagerReason] = set()
 
-    def capture(self) -> None:
-        """Capture every graph that all ranks can capture; logs and counts the others.
+    def capture(self, on_phase: OnPhase = no_phase) -> None:
+        """Capture every graph that all ranks can capture; logs and counts the others. Calls `on_phase` before each.
 
         Raises:
             WorkerStartFailed: this rank failed where others wait for it.
             WorkerLost: another rank is gone, or captures other graphs.
         """
         start_s = time.monotonic()
-        captured = capture_together(self._communicator, chain(self._whole_passes(), self._trunk_candidates()))
+        candidates = chain(self._whole_passes(), self._trunk_candidates())
+        captured = capture_together(self._communicator, self._reported(candidates, on_phase))
         made = [item.made() for item in captured.graphs]
         self._graphs = {item.key: item for item in made if isinstance(item, StaticPass)}
         trunks = [item for item in made if isinstance(item, PiecewiseTrunk)]
@@ -407,6 +409,12 @@ class GraphedStep:
         elif self._trunks:  # not logged: with so many rows the device takes longer than the host's launches
             self.counts.num_steps_eager[EagerReason.ROWS] += 1
         return found
+
+    def _reported(self, candidates: "Iterable[_Candidate[Any]]", on_phase: OnPhase) -> "Iterator[_Candidate[Any]]":
+        num_total = sum(1 for _ in self._sizes.keys()) + len(self._sizes.rows)
+        for num_done, candidate in enumerate(candidates):
+            on_phase(GRAPHS, num_done, num_total)
+            yield candidate
 
     def _whole_passes(self) -> "Iterator[_Candidate[Any]]":
         kinds: set[GraphKind] = set()
@@ -578,6 +586,7 @@ def graphed_step(
     max_num_tokens: int = 0,
     communicator: Communicator | None = None,
     decodes: bool = True,
+    on_phase: OnPhase = no_phase,
 ) -> GraphedStep | None:
     """The graphs of a runner with these limits, captured; None if there are to be none.
 
@@ -606,5 +615,5 @@ def graphed_step(
         decodes=decodes,
     )
     step = GraphedStep(model, pool, sizes, CudaBackend(pool.device, communicator or Alone()), communicator)
-    step.capture()
+    step.capture(on_phase)
     return step

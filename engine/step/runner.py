@@ -24,6 +24,7 @@ from baton.core.errors import BatonError
 from baton.core.prompt_lookup import PromptLookup
 from baton.core.requests.request import AttemptKey
 from baton.core.requests.sampling import SamplingParams
+from baton.core.start_phase import OnPhase, no_phase
 from baton.core.verification import VerificationConfig
 from baton.engine.grammar.grammar import GrammarCompiler, GrammarState
 from baton.engine.grammar.rows import EmittedTokens, GrammarRows
@@ -238,13 +239,13 @@ class Runner:
         """Number of state slots that fit in host memory."""
         return self._offload.num_state_images
 
-    def compile_ahead(self, reach: Reach, *, decodes: bool = True) -> None:
+    def compile_ahead(self, reach: Reach, *, decodes: bool = True, on_phase: OnPhase = no_phase) -> None:
         """Compile on all processors what `warm_up` launches, so that it only has to load the kernels.
 
         All ranks call this at the same time; graphs may be captured between the two calls. Does nothing on a CPU.
         """
         if self._pool.device.type == "cuda":
-            compile_ahead(lambda: self.warm_up(reach, decodes=decodes), self._communicator.size)
+            compile_ahead(lambda: self.warm_up(reach, decodes=decodes), self._communicator.size, on_phase)
 
     def warm_up(self, reach: Reach, *, decodes: bool = True) -> None:
         """Compile every kernel that steps within `reach` launch; all ranks call this together, before the first step.

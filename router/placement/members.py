@@ -151,6 +151,13 @@ class Members:
 
         return unwatch
 
+    def has_met(self, incarnation: Incarnation) -> bool:
+        """Whether this incarnation has sent a heartbeat, even if it was lost or replaced since."""
+        member = self._members.get(incarnation.worker_id)
+        return member is not None and (
+            incarnation.epoch == member.state.epoch or incarnation.epoch in member.retired_epochs
+        )
+
     def why_lost(self, incarnation: Incarnation) -> str:
         """Why an incarnation was lost: "fence" if only its silence says so, else "death"."""
         member = self._members.get(incarnation.worker_id)

@@ -1,4 +1,4 @@
-"""Implements `baton.v1.Membership`: passes workers' heartbeats to the table of members, which makes every decision."""
+"""Implements `baton.v1.Membership`: passes workers' reports to the tables of workers, which make every decision."""
 
 import logging
 from collections.abc import Callable
@@ -14,15 +14,17 @@ from baton.proto.inside import caller_name
 from baton.proto.roles import roles_of
 from baton.router.desired_state import DesiredSpeculation, DesiredState
 from baton.router.placement.members import DECODE, Members
+from baton.router.placement.starting import StartingWorkers
 
 log = logging.getLogger(__name__)
 
 
 class MembershipService(worker_pb2_grpc.MembershipServicer):
-    """Accepts heartbeats of workers that serve this model, each under its own name only.
+    """Accepts reports of workers, each under its own name only; heartbeats of those that serve this model.
 
     Args:
         members: the table of workers.
+        starting: the table of those that start.
         model: name of the served model.
         speculation, desired_state: what workers are told in replies.
         on_other: called when a worker reports under another's name.
@@ -31,6 +33,7 @@ class MembershipService(worker_pb2_grpc.MembershipServicer):
     def __init__(
         self,
         members: Members,
+        starting: StartingWorkers,
         model: str,
         speculation: DesiredSpeculation,
         desired_state: DesiredState,
@@ -39,6 +42,7 @@ class MembershipService(worker_pb2_grpc.MembershipServicer):
         self._on_other = on_other
         self._desired_state = desired_state
         self._members = members
+        self._starting = starting
         self._speculation = speculation
         self._model = model
 
@@ -63,7 +67,18 @@ class MembershipService(worker_pb2_grpc.MembershipServicer):
         except BatonError as error:
             await wire.abort_with(context, error)
 
-    def _check_name(self, state: worker_pb2.WorkerState, certified: frozenset[str]) -> None:
+    async def Starting(
+        self, request: worker_pb2.StartingWorker, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.StartingReply:
+        """Take in what a worker's start does."""
+        try:
+            self._check_name(request, roles_of(context))
+            self._starting.report(request)
+            return worker_pb2.StartingReply()
+        except BatonError as error:
+            await wire.abort_with(context, error)
+
+    def _check_name(self, state: worker_pb2.WorkerState | worker_pb2.StartingWorker, certified: frozenset[str]) -> None:
         named, caller = worker_name(state.role, state.worker_id), caller_name()
         if certified and state.role not in certified:
             caller = f"{caller}, whose certificate is one of {', '.join(sorted(certified))[:200]},"

@@ -12,6 +12,7 @@ from baton.cluster.commands.check import _text
 from baton.cluster.resolve import find_model, resolve_worker
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid, ModelMissing
+from baton.core.start_phase import KV_POOL, WARM_UP, WEIGHTS
 from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.graphs.graphed_step import graph_sizes
 from baton.engine.step.runner import Runner
@@ -196,19 +197,28 @@ def test_kernels_are_compiled_ahead_of_graphs_and_of_the_warm_up(decodes, monkey
     done = []
 
     def note(name):
-        return lambda *arguments, decodes=True, **options: done.append((name, decodes))
+        def noted(*arguments, decodes=True, on_phase=None, **options):
+            done.append((name, decodes))
+            if name != "warm-up":
+                on_phase(name, 1, 2)
+
+        return noted
 
     monkeypatch.setattr(tp_group, "graphed_step", note("graphs"))
     monkeypatch.setattr(Runner, "compile_ahead", note("compile"))
     monkeypatch.setattr(Runner, "warm_up", note("warm-up"))
     config = ServeConfig.from_mapping({"device": "cpu", "kv_memory_mib": 8})
     worker = resolve_worker(config, find_model("tiny"), worker_id="w")
-    loaded = load_worker(worker)
-    config = loaded.applied(worker)
+    loaded = load_worker(worker, lambda *phase: done.append(phase))
+    num_tensors = done[0][2]
+    assert done == [(WEIGHTS, at, num_tensors) for at in range(1, num_tensors + 1)] + [(KV_POOL, 0, 0)]
+    done.clear()
+    config, phases = loaded.applied(worker), []
     if decodes:
-        runner = tp_group.decode_runner(config, loaded, None)
+        runner = tp_group.decode_runner(config, loaded, None, lambda *phase: phases.append(phase))
         assert done == [("compile", True), ("graphs", True), ("warm-up", True)]
     else:
-        runner = tp_group.prefill_runner(config, loaded, None, lambda ranges: None)
+        runner = tp_group.prefill_runner(config, loaded, None, print, lambda *phase: phases.append(phase))
         assert done == [("compile", False), ("graphs", False), ("warm-up", False)]
+    assert phases == [("compile", 1, 2), ("graphs", 1, 2), (WARM_UP, 0, 0)]
     runner.close()

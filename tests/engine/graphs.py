@@ -2,6 +2,7 @@
 
 import torch
 
+from baton.core.start_phase import no_phase
 from baton.engine.graphs.graphed_step import GraphedStep
 from baton.engine.graphs.key import GraphSizes
 from baton.engine.local import LocalEngine
@@ -10,7 +11,9 @@ from baton.tests.engine.recorder import RecorderBackend
 NO_LIMIT = 1 << 40
 
 
-def graphed(model, pool, *, k, sizes, widths=None, backend=None, group=None, max_entries=NO_LIMIT, rows=()):
+def graphed(
+    model, pool, *, k, sizes, widths=None, backend=None, group=None, max_entries=NO_LIMIT, rows=(), on_phase=no_phase
+):
     """A captured step."""
     widths = widths or (2, -(-model.config.max_model_len // pool.layout.block_size))
     all_sizes = GraphSizes(
@@ -24,7 +27,7 @@ def graphed(model, pool, *, k, sizes, widths=None, backend=None, group=None, max
     )
     step = GraphedStep(model, pool, all_sizes, backend or RecorderBackend(), group)
     with torch.inference_mode():
-        step.capture()
+        step.capture(on_phase)
     return step
 
 

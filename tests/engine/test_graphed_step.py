@@ -326,6 +326,16 @@ def test_more_drafts_than_are_captured_are_launched():
 
 
 @fast
+def test_a_start_reports_how_many_graphs_are_captured(tiny_model):
+    phases, rows = [], (4, 8)
+    pool = KVPool(tiny_model.kv_layout(16), 20, torch.device("cpu"))
+    step = graphed(tiny_model, pool, k=2, sizes=(1, 3), rows=rows, on_phase=lambda *phase: phases.append(phase))
+    num_total = len(list(step._sizes.keys())) + len(rows)
+    assert step.counts.num_captured + len(step.counts.failed) == num_total
+    assert phases == [("CUDA graphs", at, num_total) for at in range(num_total)]
+
+
+@fast
 def test_nothing_is_captured_where_there_is_no_gpu(caplog):
     model = ToyModel()
     pool = KVPool(model.kv_layout(4), 10, torch.device("cpu"))

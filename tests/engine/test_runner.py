@@ -289,17 +289,17 @@ def test_on_a_gpu_the_warm_up_is_compiled_ahead(decodes, monkeypatch):
     driver, done = driver_of(), []
     runner = driver.runner
 
-    def compile_ahead(work, num_ranks):
-        done.append(num_ranks)
+    def compile_ahead(work, num_ranks, on_phase):
+        done.append((num_ranks, on_phase))
         work()
 
     monkeypatch.setattr(runner_module, "compile_ahead", compile_ahead)
     monkeypatch.setattr(runner, "warm_up", lambda reach, *, decodes: done.append((reach, decodes)))
-    runner.compile_ahead("reach", decodes=decodes)
+    runner.compile_ahead("reach", decodes=decodes, on_phase=pytest.fail)
     assert not done, "a CPU compiles nothing"
     monkeypatch.setattr(runner, "_pool", SimpleNamespace(device=torch.device("cuda:0")))
     monkeypatch.setattr(runner, "_communicator", SimpleNamespace(size=4))
-    runner.compile_ahead("reach", decodes=decodes)
-    assert done == [4, ("reach", decodes)]
+    runner.compile_ahead("reach", decodes=decodes, on_phase=print)
+    assert done == [(4, print), ("reach", decodes)]
     monkeypatch.undo()
     runner.close()

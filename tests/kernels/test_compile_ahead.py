@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from baton.core.start_phase import FINDING_KERNELS, KERNELS
 from baton.kernels import compile_ahead as module
 from baton.kernels.compile_ahead import MIN_FORMS, compile_ahead, compile_all
 from baton.tests.kernels.file_forms import CrashingForm, FileForm, HangingForm, LoggedForm, PairedForm, RefusedForm
@@ -45,6 +46,15 @@ def test_what_the_cache_lacks_is_compiled_by_all_processors(tmp_path, asked):
     assert asked == [(NAMES, 12)]
     compile_ahead(lambda: [FileForm(tmp_path, name) for name in ("there", *NAMES)])
     assert len(asked) == 1, "all is there"
+
+
+@pytest.mark.fast
+def test_a_start_reports_how_many_kernels_are_compiled(tmp_path, asked):
+    phases = []
+    for _ in range(2):
+        work = [FileForm(tmp_path, name) for name in NAMES]
+        compile_ahead(lambda: work, on_phase=lambda *phase: phases.append(phase))  # noqa: B023
+    assert phases == [(FINDING_KERNELS, 0, 0), (KERNELS, 0, len(NAMES)), (FINDING_KERNELS, 0, 0)]
 
 
 @pytest.mark.fast
