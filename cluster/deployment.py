@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,6 @@ from baton.cluster import leftovers, private_files, processes
 from baton.cluster.access import using
 from baton.cluster.admin import as_data, fetch_status
 from baton.cluster.log_tail import LogTail
-from baton.cluster.outcome import OnProgress, no_progress
 from baton.cluster.ray.actors import (
     RankShell,
     ShellLoader,
@@ -50,11 +49,13 @@ from baton.cluster.resolve import (
     worker_ids,
 )
 from baton.cluster.router_process import RouterProcess, router_command
+from baton.cluster.start_progress import FETCH_S, StartProgress, StartWatch
 from baton.cluster.supervisor_process import Order, SupervisorProcess
 from baton.cluster.undertaker import Undertaker
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, ConfigInvalid, WorkerStartFailed
 from baton.core.inside import DeploymentSecret
+from baton.proto import worker_pb2
 from baton.proto.secure_channel import SecureChannels
 from baton.router.access.api_keys import digest_of, new_key
 from baton.router.access.flags import security_of
@@ -101,7 +102,7 @@ class Deployment:
         self,
         config: ServeConfig,
         *,
-        on_progress: OnProgress = no_progress,
+        on_progress: StartProgress | None = None,
         on_log: Callable[[str], None] | None = None,
         parts: Factories | None = None,
     ) -> None:
@@ -112,7 +113,8 @@ class Deployment:
         self.access = Access(tls=config.tls, api_key=self._operator_key if config.admin_keys_file else "")
         self.http_url = self.metrics_url = ""
         self.workers: dict[str, dict[str, Any]] = {}
-        self._on_progress = on_progress
+        self._on_progress = on_progress or StartProgress()
+        self._start_watch: StartWatch | None = None
         self._on_log = on_log
         self._log_tail: LogTail | None = None
         self._parts = parts or Factories()
@@ -296,7 +298,9 @@ class Deployment:
         SecureChannels(config.tls)
         _require_curve_key(config)
         deadline_s = time.monotonic() + config.start_timeout_s
-        num_total = len(worker_ids(config)) + 2
+        ids = worker_ids(config)
+        num_total = len(ids) + 2
+        self._start_watch = StartWatch(list(ids), self._fetch_starting, self._on_progress.worker, time.monotonic)
         leftovers.sweep()
         self._dir = private_files.make_folder()
         self._undertaker = Undertaker(self._dir)
@@ -353,9 +357,15 @@ class Deployment:
 
     def _check_start(self) -> None:
         assert self._router is not None
+        assert self._start_watch is not None
         self._router.check()
         if self._ray is not None:
             self._ray.check()
+        if self.address:
+            self._start_watch.poll()
+
+    def _fetch_starting(self) -> Iterable[worker_pb2.StartingWorker]:
+        return fetch_status(self.admin_address, timeout_s=FETCH_S, access=self.access).starting
 
     def _start_in_cluster(self, deadline_s: float, num_total: int) -> None:
         assert self._router is not None
@@ -379,7 +389,7 @@ class Deployment:
         )
         self._supervisor = SupervisorProcess(order, on_event)
         self._supervisor.start(max(1.0, deadline_s - time.monotonic()))
-        self._supervisor.wait_serving(deadline_s + END_GRACE_S, self._router.check)
+        self._supervisor.wait_serving(deadline_s + END_GRACE_S, self._check_start)
 
     def _is_at(self, host: str, ports: Mapping[str, int]) -> None:
         self.address = f"{host}:{ports['grpc_port']}"

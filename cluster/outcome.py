@@ -9,12 +9,10 @@ import contextlib
 import errno
 import io
 import json
-import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, TextIO
 
@@ -65,46 +63,6 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(header), *map(line, rows)])
-
-
-log = logging.getLogger(__name__)
-
-OnProgress = Callable[[int, int, str], None]
-
-
-def no_progress(num_done: int, num_total: int, text: str) -> None:
-    """Show nothing."""
-
-
-def _print_line(num_done: int, num_total: int, text: str) -> None:
-    print(f"[{num_done}/{num_total}] {text}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def show_progress(*, as_log: bool = False) -> Iterator[OnProgress]:
-    """Yield a callback `(num_done, num_total, text)` that shows or logs the progress of starting.
-
-    After the last step the bar disappears, even while the body continues.
-    """
-    if as_log:
-        yield lambda num_done, num_total, text: log.info("[%d/%d] %s", num_done, num_total, text)
-        return
-    if not sys.stderr.isatty():
-        yield _print_line
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-
-        def update(num_done: int, num_total: int, text: str) -> None:
-            progress.update(task, description=text, completed=num_done, total=num_total)
-            if num_done >= num_total:  # later output needs the terminal
-                progress.stop()
-
-        yield update
 
 
 class ExitCode(IntEnum):

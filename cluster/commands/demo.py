@@ -13,8 +13,9 @@ from baton.cluster.commands.completion import Completion, CompletionArguments, I
 from baton.cluster.commands.reference import ReferenceProcess
 from baton.cluster.commands.serve import terminable
 from baton.cluster.deployment import Deployment
-from baton.cluster.outcome import ExitCode, Output, format_table, next_step, show_progress
+from baton.cluster.outcome import ExitCode, Output, format_table, next_step
 from baton.cluster.resolve import resolve_device
+from baton.cluster.start_progress import show_progress
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError
 

@@ -11,7 +11,8 @@ from typing import Any, NoReturn, Self
 
 from baton.cluster.checkpoint import require_servable
 from baton.cluster.deployment import CHECK_INTERVAL_S, Deployment
-from baton.cluster.outcome import ExitCode, Output, show_progress
+from baton.cluster.outcome import ExitCode, Output
+from baton.cluster.start_progress import show_progress
 from baton.core.config import ServeConfig
 from baton.core.telemetry.logs import configure_logging
 

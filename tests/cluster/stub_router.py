@@ -14,7 +14,12 @@ from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 class Membership(worker_pb2_grpc.MembershipServicer):
     def __init__(self):
         self.states = {}
+        self.starting = {}
         self.epochs = {}
+
+    def Starting(self, request, context):
+        self.starting[request.worker_id] = request
+        return worker_pb2.StartingReply()
 
     def Heartbeat(self, request, context):
         self.states[request.worker_id] = request
@@ -31,6 +36,9 @@ class Admin(admin_pb2_grpc.AdminServicer):
         for name, state in list(self.membership.states.items()):
             status = admin_pb2.WorkerStatus(state=state, alive=True, num_epochs=len(self.membership.epochs[name]))
             reply.workers.append(status)
+        for name, worker in list(self.membership.starting.items()):
+            if worker.epoch not in self.membership.epochs.get(name, ()):
+                reply.starting.append(worker)
         return reply
 
 

@@ -32,6 +32,7 @@ class StubShell:
 
         self._config = config
         self._epoch = time.time_ns()
+        self._start()
         channel = grpc.insecure_channel(config.router_address)
         stub = worker_pb2_grpc.MembershipStub(channel)
         state = worker_pb2.WorkerState(worker_id=config.worker_id, role="prefill", epoch=self._epoch)
@@ -45,6 +46,9 @@ class StubShell:
                 time.sleep(0.1)
 
         threading.Thread(target=beat, daemon=True).start()
+
+    def _start(self):
+        pass
 
     def ready(self):
         environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
@@ -82,6 +86,19 @@ class SlowShell(StubShell):
         time.sleep(60)
 
 
+class HeldShell(StubShell):
+    """Loads until a file beside its model is there, and reports that."""
+
+    def _start(self):
+        from baton.worker.start_report import StartReport
+
+        role = self._config.worker_id.partition("-")[0]
+        with StartReport(self._config, role, self._epoch) as on_phase:
+            on_phase("weights", 45, 100)
+            while not Path(self._config.model_path, "may_start").exists():
+                time.sleep(0.01)
+
+
 class ProbingShell(StubShell):
     """Says what the names of our folders resolve to inside an actor."""
 
@@ -115,6 +132,10 @@ def dying_shell():
 
 def slow_shell():
     return SlowShell
+
+
+def held_shell():
+    return HeldShell
 
 
 def probing_shell():

@@ -20,6 +20,7 @@ from baton.cluster import private_files
 from baton.cluster.deployment import Deployment, Factories
 from baton.cluster.ray import crew
 from baton.cluster.ray.restarts import Restarts
+from baton.cluster.start_progress import StartProgress
 from baton.core.config import ServeConfig
 from baton.core.errors import (
     BatonError,
@@ -51,10 +52,11 @@ def workers_find_the_stubs(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
-def make(model, prefill=stubs.stub_shell, decode=stubs.stub_shell, **values):
+def make(model, prefill=stubs.stub_shell, decode=stubs.stub_shell, on_progress=None, **values):
     config = ServeConfig.from_mapping({"model": str(model), "grpc_port": 0, "start_timeout_s": 60} | values)
     shells = {"prefill": prefill, "decode": decode}
-    return Deployment(config, parts=Factories(shells=shells, router_command=stubs.stub_router_command))
+    parts = Factories(shells=shells, router_command=stubs.stub_router_command)
+    return Deployment(config, on_progress=on_progress, parts=parts)
 
 
 def our_processes():
@@ -166,6 +168,26 @@ def test_what_can_be_refused_is_refused_before_anything_starts(model, tmp_path):
         with pytest.raises(ConfigInvalid, match="kv_curve_key_file"), make(model, kv_curve_key_file=str(model / key)):
             pass
     assert our_processes() == before
+
+
+@pytest.mark.ray
+@IGNORED
+def test_a_starting_worker_shows_what_it_does_until_it_is_ready(model):
+    """Its load goes on only once that was shown."""
+    shown = []
+
+    class Seen(StartProgress):
+        def __call__(self, num_done, num_total, text):
+            shown.append(text)
+
+        def worker(self, worker_id, phase):
+            shown.append((worker_id, phase and str(phase)))
+            (model / "may_start").touch()
+
+    with make(model, decode=stubs.held_shell, on_progress=Seen()) as deployment:
+        assert set(deployment.workers) == {"prefill-0", "decode-0"}
+    assert shown.index(("decode-0", "weights 45 %")) < shown.index("decode-0 is ready")
+    assert {one[0] for one in shown if isinstance(one, tuple)} == {"decode-0"}
 
 
 @pytest.mark.ray

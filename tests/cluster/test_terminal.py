@@ -15,6 +15,7 @@ from baton.cluster import deployment
 from baton.cluster.commands import serve
 from baton.cluster.outcome import Output, run_command
 from baton.core.config import ServeConfig
+from baton.core.start_phase import StartPhase
 from types import SimpleNamespace
 
 class Deployment:
@@ -26,6 +27,7 @@ class Deployment:
     def __enter__(self):
         for done, text in enumerate(("starting Ray and the router", "prefill-0 is ready", "decode-0 is ready")):
             self._on_progress(done, 3, text)
+            self._on_progress.worker("decode-0", StartPhase("weights", 40 + done, 100))
             time.sleep(0.3)
         self._on_log("router: a line while it starts")
         self._on_progress(3, 3, "every worker has reported to the router")
@@ -89,9 +91,10 @@ def test_serve_leaves_no_bar_behind_and_says_where_it_is():
     with closing(Terminal(*python(SERVE))) as terminal:
         terminal.read_until(lambda it: "is ready" in it.raw)
         assert any(part in terminal.raw for part in BAR)  # there is a bar while it starts
+        terminal.read_until(lambda it: "decode-0: weights 42 %" in it.raw)
         terminal.read_until(lambda it: "line 3" in it.raw)
         shown = terminal.lines()
-        assert not [line for line in shown if any(part in line for part in BAR)], shown
+        assert not [line for line in shown if any(part in line for part in (*BAR, "weights"))], shown
         assert line_with(terminal, "serving tiny at").startswith("serving tiny at 127.0.0.1:50051 and http://127.0.0.1")
         assert line_with(terminal, "try: curl").startswith("try: curl http://127.0.0.1:8000/v1/completions -H ")
         assert line_with(terminal, "try: baton").startswith("try: baton generate --address 127.0.0.1:50051")
