@@ -22,6 +22,7 @@ from baton.kernels.gemm.linear_ordered_triton import TOKENS, rule
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
 from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.model.harness import noting_layers
 
 REACH = Reach(num_tokens=2048, num_sequences=12, context_len=8200)
 LIMIT_S = 600  # 40 s of a CPU of its own, without a defect
@@ -90,15 +91,7 @@ def test_passes_of_a_warm_up_compute_one_layer_of_each_kind(decodes, tmp_path, m
         numerics=Numerics.DEFAULT,
         with_mtp=False,
     )
-    found = []
-    for index, layer in enumerate(model._decoder.layers):
-        before = layer.pieces
-
-        def pieces(*inputs, index=index, before=before):
-            found.append(index)
-            return before(*inputs)
-
-        monkeypatch.setattr(layer, "pieces", pieces)
+    found = noting_layers(model, monkeypatch)
     pool = KVPool(model.kv_layout(16), 4, model.device)
     reach = Reach(num_tokens=24, num_sequences=2, context_len=40)
     if decodes:

@@ -92,5 +92,19 @@ class Paged:
         return torch.cat([self.trunk(token_ids[s:e], self.prefill_batch([(q, s, e)])) for q, s, e in parts])
 
 
+def noting_layers(model, monkeypatch):
+    """A list to which each pass adds the layers that it computes."""
+    found = []
+    for index, layer in enumerate(model._decoder.layers):
+        before = layer.pieces
+
+        def pieces(*inputs, index=index, before=before):
+            found.append(index)
+            return before(*inputs)
+
+        monkeypatch.setattr(layer, "pieces", pieces)
+    return found
+
+
 def prompt(length, vocab_size=96, seed=0):
     return torch.randint(2, vocab_size, (length,), generator=torch.Generator().manual_seed(seed))

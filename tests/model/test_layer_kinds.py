@@ -8,7 +8,7 @@ from baton.model.layers import RMSNorm
 from baton.model.loader import load_model
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.eagle_checkpoints import write_drafter
-from baton.tests.model.harness import Paged, prompt
+from baton.tests.model.harness import Paged, noting_layers, prompt
 from baton.tests.model.ranks import on_ranks
 from baton.worker.tp_group import agree_on_layers
 
@@ -33,15 +33,7 @@ def load(path, **options):
 
 def computed_layers(model, monkeypatch):
     """Which layers a pass over a prompt computes, and what it gives."""
-    found = []
-    for index, layer in enumerate(model._decoder.layers):
-        before = layer.pieces
-
-        def pieces(*inputs, index=index, before=before):
-            found.append(index)
-            return before(*inputs)
-
-        monkeypatch.setattr(layer, "pieces", pieces)
+    found = noting_layers(model, monkeypatch)
     ids = prompt(9)
     hidden = Paged(model).prefill(ids, chunk_len=9)
     monkeypatch.undo()
