@@ -225,7 +225,7 @@ class StaticPass:
 
     @torch.inference_mode()
     def warm_up(self, backend: GraphBackend, *, is_first: bool) -> None:
-        """Compute the pass once, on padding: of the first graph of a kind all layers, then one layer of each kind.
+        """Compute the pass once, on padding: all layers for the first graph of a kind, later one layer of each kind.
 
         Whatever a layer allocates at its first use must not be allocated during a capture, whose memory graphs share.
 
@@ -417,11 +417,14 @@ class GraphedStep:
             yield candidate
 
     def _whole_passes(self) -> "Iterator[_Candidate[Any]]":
-        kinds: set[GraphKind] = set()
+        warmed: set[GraphKind] = set()  # kinds whose layers have all been launched: a refused graph launches none
+
+        def warm_up(static: StaticPass) -> None:
+            static.warm_up(self._backend, is_first=static.key.kind not in warmed)
+            warmed.add(static.key.kind)
+
         for key in self._sizes.keys():
-            warm_up = partial(StaticPass.warm_up, backend=self._backend, is_first=key.kind not in kinds)
             yield _Candidate(str(key), partial(self._whole_pass, key), warm_up, self._backend)
-            kinds.add(key.kind)
 
     def _whole_pass(self, key: GraphKey) -> StaticPass:
         return StaticPass(key, self._model, self._pool, self._deal_of(key))

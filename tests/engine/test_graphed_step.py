@@ -89,9 +89,13 @@ def test_whatever_is_asked_the_tokens_are_the_same(k, scheduling):
 
 
 @fast
-def test_only_the_first_graph_of_a_kind_is_warmed_up_by_all_layers():
-    """What a layer allocates at its first use must be there before a capture; launching all again takes minutes."""
-    found, skipping = [], []
+@pytest.mark.parametrize("num_refused", [0, 1, 9])
+def test_only_the_first_graph_of_a_kind_is_warmed_up_by_all_layers(num_refused):
+    """What a layer allocates at its first use must be there before a capture; launching all again takes minutes.
+
+    Graphs that are refused, as the largest may be, come first and launch nothing.
+    """
+    found, skipping, required = [], [], []
 
     class Model(PerfectToyModel):
         @contextlib.contextmanager
@@ -101,6 +105,11 @@ def test_only_the_first_graph_of_a_kind_is_warmed_up_by_all_layers():
             skipping.pop()
 
     class Backend(CallBackend):
+        def require(self, num_bytes):
+            required.append(num_bytes)
+            if len(required) <= num_refused:
+                raise CaptureRefused("too large")
+
         def warm_up(self, work):
             found.append(("some layers" if skipping else "all layers", work.__self__.key.kind))
             work()
@@ -109,8 +118,8 @@ def test_only_the_first_graph_of_a_kind_is_warmed_up_by_all_layers():
             assert not skipping
             return super().capture(pieces)
 
-    engine = toy_engine(Model(), k=2, num_blocks=80)
-    with_graphs(engine, sizes=(1, 2, 4), backend=Backend())
+    engine = with_graphs(toy_engine(Model(), k=2, num_blocks=80), sizes=(1, 2, 4), backend=Backend())
+    assert len(engine.runner.graphs.counts.failed) == num_refused
     kinds = [kind for _, kind in found]
     assert {*kinds} == {*GraphKind} and len(found) > 20
     firsts = {kinds.index(kind) for kind in GraphKind}
