@@ -91,15 +91,9 @@ app = typer.Typer(
 
 def _say_version(is_asked: bool) -> None:
     if is_asked:
-        from importlib.metadata import PackageNotFoundError, version
+        from baton.core.build import build_id, installed_version
 
-        from baton.core.build import build_id
-
-        try:
-            name = version("baton-pd")
-        except PackageNotFoundError:
-            name = "(not installed)"
-        typer.echo(f"baton {name}, build {build_id()}")
+        typer.echo(f"baton {installed_version()}, build {build_id()}")
         raise typer.Exit
 
 

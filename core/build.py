@@ -1,11 +1,13 @@
-"""Identifies the code that this process runs: an id of the installed sources, equal where they are equal."""
+"""Identifies the code that this process runs: its version, and an id of its sources, equal where they are equal."""
 
 import functools
 import hashlib
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME_LEN = 12
+NO_VERSION = "unknown"
 
 
 @functools.cache
@@ -15,6 +17,17 @@ def build_id() -> str:
     A worker calls this at its start, so the id describes the code it loaded, even if the files change later.
     """
     return name_of(ROOT)
+
+
+def installed_version() -> str:
+    """Return the version of the installed package as it is now; `NO_VERSION` where the sources run without one.
+
+    A process that outlives an upgrade reads it once, at its start.
+    """
+    try:
+        return metadata.version("baton-pd")
+    except metadata.PackageNotFoundError:
+        return NO_VERSION
 
 
 def name_of(root: Path) -> str:

@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
+from baton.core.build import installed_version
 from baton.core.clock import Clock
 from baton.core.errors import BatonError, InvalidRequest, WorkerLost
 from baton.proto import admin_pb2, admin_pb2_grpc, wire
@@ -117,7 +117,7 @@ class AdminService(Operations):
         self._clock = clock
         self._local = migration.in_flight_tracker.local
         self._start_s = clock.now_s()
-        self._version = _version()  # read now: an upgrade replaces the files meanwhile
+        self._version = installed_version()  # read now: an upgrade replaces the files meanwhile
         self._scale = scale
 
     async def Status(
@@ -266,10 +266,3 @@ class AdminService(Operations):
             num_epochs=member.num_epochs,
         )
         return self.describe(member, status)
-
-
-def _version() -> str:
-    try:
-        return version("baton-pd")
-    except PackageNotFoundError:
-        return "unknown"

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from http import HTTPStatus
-from importlib import metadata
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from baton.core.build import installed_version
 from baton.core.errors import BatonError, InternalError, NoWorker
 from baton.router.openai.chats import Batches, Chats
 from baton.router.openai.completions import Completions
@@ -89,7 +89,7 @@ class PlainEndpoints:
         self._front = front
         self._created = int(front.now_unix_s())
         self._document = openapi_document(front.model.name)
-        self._version = metadata.version("baton-pd")  # read now: an upgrade replaces the files meanwhile
+        self._version = installed_version()  # read now: an upgrade replaces the files meanwhile
 
     async def models(self, request: Request) -> Response:
         """List the served model under all its names."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.core.build import NAME_LEN, build_id, name_of
+from baton.core.build import NAME_LEN, ROOT, build_id, name_of
 
 pytestmark = pytest.mark.fast
 
@@ -52,3 +52,12 @@ def test_what_is_no_room_does_not_count(package):
 def test_our_own_name():
     assert len(build_id()) == NAME_LEN
     assert build_id() == build_id()
+
+
+def test_one_place_asks_for_the_version_of_the_package():
+    """Elsewhere it would fail where the sources run without an installation."""
+    packages = {path.parent for path in ROOT.glob("*/__init__.py")} - {ROOT / "tests"}
+    asking = {
+        path for package in packages for path in package.rglob("*.py") if 'version("baton-pd")' in path.read_text()
+    }
+    assert asking == {ROOT / "core" / "build.py"}

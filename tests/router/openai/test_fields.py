@@ -5,6 +5,7 @@ from importlib import metadata
 
 import pytest
 
+from baton.core.build import NO_VERSION
 from baton.core.errors import BatonError
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import admin_pb2, admin_pb2_grpc
@@ -224,12 +225,24 @@ async def test_what_a_server_says_of_itself():
 async def test_a_router_that_runs_does_not_take_the_version_of_an_installation_that_came_later(monkeypatch):
     async with served() as (running, _):
         runs = metadata.version("baton-pd")
-        for name in ("importlib.metadata.version", "baton.router.admin.version"):
-            monkeypatch.setattr(name, lambda _: "99.0")
+        monkeypatch.setattr("importlib.metadata.version", lambda _: "99.0")
         status, _, body = await raw(running.url, ["GET /version HTTP/1.1"])
         assert (status, json.loads(body)) == (200, {"version": runs})
         told = await admin_pb2_grpc.AdminStub(running.channel).Status(admin_pb2.StatusRequest())
         assert told.version == runs
+
+
+@pytest.mark.asyncio
+async def test_a_router_serves_from_sources_that_were_never_installed(monkeypatch):
+    def no_package(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", no_package)
+    async with served() as (running, _):
+        status, _, body = await raw(running.url, ["GET /version HTTP/1.1"])
+        assert (status, json.loads(body)) == (200, {"version": NO_VERSION})
+        told = await admin_pb2_grpc.AdminStub(running.channel).Status(admin_pb2.StatusRequest())
+        assert told.version == NO_VERSION
 
 
 def test_the_page_names_every_path_and_parameter_and_loads_nothing():
