@@ -263,7 +263,7 @@ class ServeConfig(BaseModel):
         "async", "async plans a decode step while the one before it runs", vllm="--async-scheduling"
     )
     cuda_graphs: CudaGraphsName = _schedule(
-        "auto", "auto replays decode steps on a GPU from CUDA graphs", vllm="--enforce-eager (off)"
+        "auto", "auto replays steps on a GPU from CUDA graphs, with chunks in pieces", vllm="--enforce-eager (off)"
     )
     cuda_graph_sizes: str = _schedule(
         "", "batch sizes to capture: 1,2,4", unset="by itself", metavar="sizes", vllm="--cudagraph-capture-sizes"

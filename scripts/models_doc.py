@@ -142,11 +142,11 @@ family takes. Kimi-K2 is published without a tokenizer.json; the error says how 
 preempted like KV, and rejected drafts need no undo. Their logits are tested against transformers' on 1 and 2 ranks; the
 number of ranks must divide `linear_num_key_heads`. A cached prefix needs a checkpoint of the state: the third of
 several prompts with a common beginning finds one, or with `--state-checkpoint-interval` the second, up to a multiple of
-that interval. Of eight groups of eight prompts (1,500 shared tokens, 700 of their own, in turn), 48 hit with room for
-12 checkpoints, and 56 with 32 at an interval of 1,024 or 40 at 512. `baton check` reports the size of a checkpoint: 90
-MiB for the 35B shape. On a GPU, Triton kernels compute these layers (`kernels/delta_net/`) and CUDA graphs replay
-decode steps; in steps with chunks they are launched between the graphs' pieces
-([recurrent-state.md](recurrent-state.md)). Of a multimodal directory the text model is served.
+that interval. Of 64 prompts (eight groups of eight, 1,500 shared tokens and 700 of their own, in turn), 48 found their
+prefix with room for 12 checkpoints. With an interval 56 did: room for 32 checkpoints at 1,024, for 40 at 512. `baton
+check` reports the size of a checkpoint: 90 MiB for the 35B shape. On a GPU, Triton kernels compute these layers
+(`kernels/delta_net/`) and CUDA graphs replay decode steps; in steps with chunks they are launched between the graphs'
+pieces ([recurrent-state.md](recurrent-state.md)). Of a multimodal directory the text model is served.
 
 **DeepSeek-V3 and Kimi-K2** keep one row of latents per position, whole on every rank (`kernels/mla/latent_rows.py`).
 Decode rows attend to the latents directly (`kernels/mla/decode.py`). Prompts attend to keys and values that each layer

@@ -173,6 +173,14 @@ class FrameShape:
         """Return the payload size of `count` positions of `head_count` heads of a layer."""
         return count * head_count * self._head_bytes[layer]
 
+    def problem(self, rank: int, size: int) -> str:
+        """Why this rank of `size` cannot push such layers; empty if it can. A frame has all its heads of a position."""
+        for index in range(self.layout.num_layers):
+            num_bytes = self.payload_bytes(index, 1, self.layout.heads_of(index, rank, size).count)
+            if num_bytes > self.max_frame_bytes:
+                return f"layer {index} keeps {num_bytes} bytes per row and rank, a frame holds {self.max_frame_bytes}"
+        return ""
+
     def split(self, layer: int, first: int, count: int, head_count: int) -> Iterator[tuple[int, int]]:
         """Split positions into ranges (first, count) that fit a frame, at block boundaries if a block fits."""
         size = self.layout.rows_per_block(layer)

@@ -113,7 +113,7 @@ class PushService:
         if openers is None:
             openers = sender_data_paths(config.transport, SenderSide(pool, io, epoch, host_id()))
         self._chooser = DataPathChooser(config.transport, openers, transport)
-        problem = layout.problem or self._chooser.problem
+        problem = layout.problem or self._shape.problem(self._rank, self._size) or self._chooser.problem
         if problem:
             transport.close()
             raise ConfigInvalid(f"KV cannot be pushed: {problem}", keys=["transport"])

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.core.config import KVTransferConfig
 from baton.core.errors import MalformedMessage, ProtocolError
-from baton.kvcache.layout import Range
+from baton.kvcache.layout import Keep, KVLayout, LayerLayout, Range
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.protocol.coverage import Coverage, LayerRange
@@ -127,6 +128,20 @@ def test_pieces_cover_a_range_once_and_fit(first, count, max_frame_bytes):
     pieces = list(FrameShape(layout, max_frame_bytes).split(0, first, count, 2))
     assert [p for f, c in pieces for p in range(f, f + c)] == list(range(first, first + count))
     assert all(c == 1 or c * layout.layers[0].head_bytes * layout.num_kv_heads <= max_frame_bytes for _, c in pieces)
+
+
+@pytest.mark.parametrize(("size", "is_possible"), [(1, False), (2, True)])
+def test_a_row_that_no_frame_holds_is_named_before_anything_is_pushed(size, is_possible):
+    """A state of 2 heads of 8 MiB: one rank would send both at once, which every receiver refuses."""
+    state = LayerLayout(
+        num_heads=2, num_parts=1, row_len=2 << 20, dtype="float32", keep=Keep.SNAPSHOT, length=16, ring=1
+    )
+    layout = KVLayout(model_hash="model", block_size=16, layers=(*make_layout().layers, state))
+    assert layout.problem == ""
+    shape = FrameShape(layout, KVTransferConfig().max_frame_bytes)
+    found = [shape.problem(rank, size) for rank in range(size)]
+    named = "layer 3 keeps 16777216 bytes per row and rank, a frame holds 8388608"
+    assert found == ([""] * size if is_possible else [named])
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 11), st.integers(1, 6), st.integers(0, 1)), max_size=8))

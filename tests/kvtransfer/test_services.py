@@ -5,9 +5,14 @@ import time
 import pytest
 import torch
 
+from baton.core.clock import MonotonicClock
+from baton.core.config import KVTransferConfig
+from baton.core.errors import ConfigInvalid
+from baton.kvcache.pool import KVPool
 from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed
 from baton.kvtransfer.sender.async_writer import PushRange
-from baton.kvtransfer.sender.service import Acked, Denied, Granted, PushDrained, PushFailed
+from baton.kvtransfer.sender.service import Acked, Denied, Granted, PushDrained, PushFailed, PushService
+from baton.kvtransfer.transports.loopback import LoopbackHub
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout, rows
@@ -32,6 +37,19 @@ def test_content_arrives_and_is_verified(make_pair, kind, dtype):
     assert torch.equal(pair.rows(pair.target, pair.landed_tables[key], 22), sent)
     pair.release(key)
     pair.assert_clean()
+
+
+def test_a_sender_whose_rows_fit_no_frame_does_not_start():
+    layout, hub = make_layout(), LoopbackHub()
+    row_bytes = layout.num_kv_heads * layout.layers[0].head_bytes
+    config = KVTransferConfig(max_frame_bytes=row_bytes - 1)
+    pool = KVPool(layout, 4, torch.device("cpu"))
+    with pytest.raises(
+        ConfigInvalid, match=rf"pushed: layer 0 keeps {row_bytes} bytes per row and rank, a frame holds"
+    ):
+        PushService(
+            pool=pool, layout=layout, epoch=1, transport=hub.join("prefill"), config=config, clock=MonotonicClock()
+        )
 
 
 @pytest.mark.long
