@@ -35,6 +35,7 @@ from baton.kernels.kv import dequantize as float8_kv
 from baton.kernels.kv.write import kv_write
 from baton.kernels.mla.decode import mla_decode
 from baton.kernels.mla.latent_rows import absorbed_queries, absorbed_values
+from baton.kernels.mla.norm_rope_write import latent_norm_rope_write, rotate_and_write
 from baton.kernels.mla.prefill import mla_prefill
 from baton.kernels.moe import moe
 from baton.kernels.moe.gemm import Fp8ExpertWeights, experts_grouped
@@ -42,6 +43,7 @@ from baton.kernels.moe.select_topk import MAX_CHOSEN, MAX_EXPERTS, Scoring, sele
 from baton.kernels.pointwise import rms_norm, sigmoid_gate, silu_mul
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.pointwise.rope import rope
+from baton.kernels.tiles import wide_dtype
 
 AttentionDecode = Callable[..., torch.Tensor]
 Choice = tuple[torch.Tensor, torch.Tensor]
@@ -117,6 +119,14 @@ class Ops:
         if isinstance(weight, Fp8Weight):
             return self._linear_fp8(x_TK, weight)
         return self._linear(x_TK, weight)
+
+    def linear_wide(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Compute X W^T, [T, N] in the wide dtype, from rows and a weight that either dtype holds exactly."""
+        assert not (self._is_fused and self._is_invariant), "the loader refuses such models here"
+        if self._is_fused and x_TK.dtype == weight_NK.dtype:
+            return linear.linear_wide(x_TK, weight_NK, implementation=self.implementation)
+        wide = wide_dtype(x_TK.dtype)
+        return self._linear(x_TK.to(wide), weight_NK.to(wide))
 
     def linear_inner(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Compute the same where this rank has a part of the inner dimension: parts are added over the ranks."""
@@ -206,6 +216,30 @@ class Ops:
             key_THD = self.rms_norm(key_THD, norms.key_D, norms.eps, plus_one=norms.plus_one)
         self._write(rope(key_THD, *angles), value_THD, slots_T, pool)
         return rope(query_TQD, *angles)
+
+    def latent_norm_rope_write(
+        self,
+        query_TAE: torch.Tensor,
+        latent_TC: torch.Tensor,
+        turning_TR: torch.Tensor,
+        norm: tuple[torch.Tensor, float],
+        angles: tuple[torch.Tensor, torch.Tensor],
+        slots_T: torch.Tensor,
+        rows_NSX: torch.Tensor,
+        *,
+        interleaved: bool,
+    ) -> torch.Tensor:
+        """Write each token's latent, normalised, and rotated key columns as a row of the pool -> rotated queries.
+
+        Queries [T, A, E] may be rotated where they are; `norm` is the latents' weight and epsilon.
+        """
+        if self._is_fused:
+            return latent_norm_rope_write(
+                query_TAE, latent_TC, turning_TR, norm, angles, slots_T, rows_NSX,
+                interleaved=interleaved, implementation=self.implementation,
+            )  # fmt: skip
+        latent_TC = self.rms_norm(latent_TC, *norm)
+        return rotate_and_write(query_TAE, latent_TC, turning_TR, angles, slots_T, rows_NSX, interleaved=interleaved)
 
     def attention_prefill(
         self,

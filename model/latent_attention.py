@@ -11,9 +11,7 @@ pool, S positions of one.
 import torch
 
 from baton.kernels.attention.decode_plan import SplitKVPlans
-from baton.kernels.mla.latent_rows import write_rows
 from baton.kernels.ops import Ops
-from baton.kernels.pointwise.rope import rope
 from baton.kvcache.pool import KVPool
 from baton.model.attention import Attention, AttentionInputs
 from baton.model.config import ModelConfig
@@ -33,7 +31,7 @@ class LatentAttention(Attention):
         self.down_XD = source.take_linear(*down)
         self.query_norm = RMSNorm(source, f"{prefix}.q_a_layernorm", NORM_EPS, ops) if up else None
         self.query_up_QX = source.take_linear(*up) if up else None
-        self.latent_norm = RMSNorm(source, f"{prefix}.kv_a_layernorm", NORM_EPS, ops)
+        self.latent_norm = source.take(f"{prefix}.kv_a_layernorm.weight"), NORM_EPS
         # Wide even in a float8 checkpoint, because the absorbed form multiplies with its transpose.
         expand_QC = source.take(f"{prefix}.kv_b_proj.weight")
         self.expand_AYC = expand_QC.unflatten(0, (-1, sizes.nope_dim + sizes.value_dim))
@@ -50,12 +48,18 @@ class LatentAttention(Attention):
         if self.query_norm is not None and self.query_up_QX is not None:
             query_TX = self._ops.linear(self.query_norm(query_TX), self.query_up_QX)
         query_TAE = query_TX.unflatten(1, (-1, sizes.query_dim))
-        nope_TAN, turning_TAR = query_TAE.tensor_split([sizes.nope_dim], dim=2)
-        turned_TR = rope(turning_TR[:, None], *angles, interleaved=sizes.is_interleaved)[:, 0]
-        row_TX = torch.cat([self.latent_norm(latent_TC), turned_TR], dim=1)
-        write_rows(row_TX, inputs.slots_T, inputs.pool.blocks(self.layer)[:, 0, 0])
-        turned_TAR = rope(turning_TAR, *angles, interleaved=sizes.is_interleaved)
-        return torch.cat([nope_TAN, turned_TAR], dim=2), None
+        rows_KSX, interleaved = inputs.pool.blocks(self.layer)[:, 0, 0], sizes.is_interleaved
+        query_TAE = self._ops.latent_norm_rope_write(
+            query_TAE,
+            latent_TC,
+            turning_TR,
+            self.latent_norm,
+            angles,
+            inputs.slots_T,
+            rows_KSX,
+            interleaved=interleaved,
+        )
+        return query_TAE, None
 
     def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:
         """Rows of the layer, [K, S, X]."""

@@ -72,6 +72,13 @@ class WeightSource:
         """Same as `take` in the wide dtype, whatever the model's, for weights that a narrower one would round."""
         return self._take(names, NO_GEMM, wide_dtype(self.dtype))
 
+    def take_exact(self, name: str) -> torch.Tensor:
+        """Same as `take`, but in the wide dtype if the model's would round the stored numbers."""
+        stored = self.stored[name]
+        dtype = stored.dtype
+        is_exact = dtype is not None and torch.promote_types(dtype, self.dtype) == self.dtype
+        return self.take(name) if is_exact and name not in self.float8.scales else self.take_wide(name)
+
     def take_linear(self, *names: str) -> Weight:
         """Read a GEMM weight: in float8 if it is stored so, or if the model is quantized.
 

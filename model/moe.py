@@ -21,22 +21,24 @@ class SparseMLP:
         experts: the experts that this rank holds.
         slots: where all experts are, and their loads; None if they do not move.
         both_ND: the shared expert's first GEMM and the router's in one, J + E outputs, of which the two are views,
-            because a GEMM with few outputs takes as long as its launch. None: there is no shared expert, or their
-            dtypes differ.
+            because a GEMM with few outputs takes as long as its launch. None: there is no shared expert, its weights
+            are float8, or the router's logits are wide.
     """
 
     def __init__(self, source: WeightSource, layer_prefix: str, config: ModelConfig, ops: Ops) -> None:
         prefix = f"{layer_prefix}.{config.sparse_block}"
         experts = [config.expert_names(layer_prefix, expert) for expert in range(config.num_experts)]
         self._routing = config.sigmoid_routing
-        take = source.take if self._routing is None else source.take_wide
+        take = source.take if self._routing is None else source.take_exact
         self.router_ED = take(f"{prefix}.gate.weight")
         self.bias_E = None if self._routing is None else source.take_wide(router_bias(prefix))
         self.experts = source.take_experts(experts)
         held = source.held
         self.slots = ExpertSlots(held, source.device) if held is not None and held.may_move else None
         self.shared = _SharedExpert(source, layer_prefix, config, ops) if config.shared_expert_size else None
-        self.both_ND = None if self.shared is None else joined(self.shared.mlp.gate_up_JD, self.router_ED)
+        self.both_ND = None
+        if self.shared is not None and self._routing is None:
+            self.both_ND = joined(self.shared.mlp.gate_up_JD, self.router_ED)
         if self.shared is not None and self.both_ND is not None:
             self.shared.mlp.gate_up_JD, self.router_ED = self.both_ND.tensor_split([-config.num_experts])
         self._num_chosen = config.num_experts_per_token
@@ -47,7 +49,8 @@ class SparseMLP:
         """[T, D] -> [T, D]; the host may wait for the device only if `may_wait`. Needs `routed` if experts may move."""
         gate_up_TJ = None
         if self.both_ND is None:
-            logits_TE = self._ops.linear(x_TD.to(self.router_ED.dtype), self.router_ED)
+            linear = self._ops.linear if self._routing is None else self._ops.linear_wide
+            logits_TE = linear(x_TD, self.router_ED)
         else:
             gate_up_TJ, logits_TE = self._ops.linear(x_TD, self.both_ND).tensor_split([-len(self.router_ED)], dim=1)
         routing, bias_E = self._routing, self.bias_E

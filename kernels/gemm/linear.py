@@ -72,10 +72,11 @@ def linear_split(
     x_TK: torch.Tensor,
     weight_NK: torch.Tensor,
     *,
+    out_dtype: torch.dtype | None = None,
     workspace: GemmWorkspace | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """Compute X W^T of few rows and few outputs by split-K, [T, N] in the dtype of both operands.
+    """Compute X W^T of few rows and few outputs by split-K, [T, N].
 
     The inner dimension is split among programs of one launch; parts are added in float32, in one order, and rounded
     once. This is for GEMMs that are bound by reading the weight, and whose weight is too small for the library's tiles.
@@ -83,21 +84,23 @@ def linear_split(
     Args:
         x_TK: bfloat16 or float16, T at most 32; rows may be strided. The reference takes any T, float32 and float64.
         weight_NK: same dtype, N at most 4,096, K a multiple of 128; rows contiguous, at multiples of 16 bytes.
+        out_dtype: dtype of x, as None says, or its wide one.
         workspace: workspace of the current stream; None: the device's, which is then used on one stream only.
         implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; nothing was launched.
     """
-    with_triton = _require_operands(x_TK, weight_NK, implementation)
+    with_triton, dtype = _require_operands(x_TK, weight_NK, implementation), out_dtype or x_TK.dtype
+    require(dtype in (x_TK.dtype, wide_dtype(x_TK.dtype)), "out_dtype", f"is {dtype}")
     if not with_triton:
-        return (x_TK.to(wide_dtype(x_TK.dtype)) @ weight_NK.to(wide_dtype(x_TK.dtype)).t()).to(x_TK.dtype)
+        return (x_TK.to(wide_dtype(x_TK.dtype)) @ weight_NK.to(wide_dtype(x_TK.dtype)).t()).to(dtype)
     require(len(x_TK) <= linear_split_triton.MAX_TOKENS, "x_TK", f"has {len(x_TK)} rows")
     require(len(weight_NK) <= linear_split_triton.MAX_OUTPUTS, "weight_NK", f"has {len(weight_NK)} rows")
     is_whole = x_TK.shape[1] > 0 and x_TK.shape[1] % linear_split_triton.STEP == 0
     require(is_whole, "x_TK", f"has {x_TK.shape[1]} columns: no multiple of {linear_split_triton.STEP}")
     require(_is_aligned(weight_NK), "weight_NK", "has rows that are not on multiples of 16 bytes")
-    out_TN = torch.empty(len(x_TK), len(weight_NK), dtype=x_TK.dtype, device=x_TK.device)
+    out_TN = torch.empty(len(x_TK), len(weight_NK), dtype=dtype, device=x_TK.device)
     if out_TN.numel():
         counters = (workspace or default_workspace(x_TK.device)).counters
         linear_split_triton.launch(x_TK, weight_NK, out_TN, counters)
@@ -141,6 +144,21 @@ def linear_fast(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: 
         if num_tokens <= linear_split_triton.MAX_TOKENS and num_outputs <= linear_split_triton.MAX_OUTPUTS:
             return linear_split(x_TK, weight_NK, implementation=implementation)
     return linear(x_TK, weight_NK)
+
+
+def linear_wide(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: Implementation) -> torch.Tensor:
+    """Compute X W^T, [T, N] in the wide dtype of both operands, whose products are exact in it: rounded in sums alone.
+
+    Tensor cores add products of bfloat16 and float16 in float32, so operands need not be widened.
+    """
+    is_narrow, (num_tokens, num_inputs) = x_TK.dtype in _KERNEL_DTYPES, x_TK.shape
+    wide = wide_dtype(x_TK.dtype)
+    is_few = num_tokens <= linear_split_triton.MAX_TOKENS and len(weight_NK) <= linear_split_triton.MAX_OUTPUTS
+    if is_narrow and is_few and num_inputs % linear_split_triton.STEP == 0 and _is_aligned(weight_NK):
+        return linear_split(x_TK, weight_NK, out_dtype=wide, implementation=implementation)
+    if is_narrow and x_TK.device.type == "cuda":
+        return torch.mm(x_TK, weight_NK.t(), out_dtype=wide)
+    return linear(x_TK.to(wide), weight_NK.to(wide))
 
 
 def _require_operands(x_TK: torch.Tensor, weight_NK: torch.Tensor, implementation: Implementation) -> bool:

@@ -126,16 +126,19 @@ _launch_split = Launcher(_split_kernel)
 
 def variants() -> list[Variant]:
     """All there are."""
-    pointers = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "counters": "*i32"}
+    pointers = {"x": "*bf16", "weight": "*bf16", "counters": "*i32"}
     integers = ("num_tokens", "N", "num_inputs", "x_stride", "weight_stride", "out_stride", "num_splits")
-    forms = [(rows, is_split, stages, True) for rows in (16, 32) for is_split in (False, True) for stages in (4, 6)]
-    forms.append((16, True, 4, False))
+    forms = [
+        (rows, is_split, stages, "*bf16", True) for rows in (16, 32) for is_split in (False, True) for stages in (4, 6)
+    ]
+    forms += [(16, True, 4, "*bf16", False), (16, True, 6, "*fp32", True)]
     aligned = ("x", "weight", "out", "parts", "counters", "N", "num_inputs", "x_stride", "weight_stride", "out_stride")
     return [
         Variant(
-            name=f"linear_split {rows} tokens s{stages}{' parts' * is_split}{'' if early else ' late'}",
+            name=f"linear_split {rows} tokens s{stages}{' parts' * is_split}{' wide' * (out == '*fp32')}"
+            f"{'' if early else ' late'}",
             kernel=_split_kernel,
-            types=pointers | {"parts": "*fp32" if is_split else "*bf16"} | dict.fromkeys(integers, "i32"),
+            types=pointers | {"out": out, "parts": "*fp32" if is_split else out} | dict.fromkeys(integers, "i32"),
             constants=_by_name(rows, is_split, stages) | {"EARLY": early},
             aligned=aligned,
             num_warps=_NUM_WARPS,
@@ -145,5 +148,5 @@ def variants() -> list[Variant]:
             on_amd=not early,
             options={"launch_pdl": True} if early else {},
         )
-        for rows, is_split, stages, early in forms
+        for rows, is_split, stages, out, early in forms
     ]

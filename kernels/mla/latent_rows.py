@@ -30,23 +30,34 @@ def write_rows(row_TX: torch.Tensor, slots_T: torch.Tensor, rows_NSX: torch.Tens
     rows_NSX[slots_T // block_size, slots_T % block_size] = row_TX.to(rows_NSX.dtype)
 
 
-def matmul_by_head(x_TAK: torch.Tensor, weight_AJK: torch.Tensor, *, invariant: bool) -> torch.Tensor:
-    """Multiply each head's columns by the head's own matrix, x W^T, [T, A, J] in the dtype of x.
+def matmul_by_head(
+    x_TAK: torch.Tensor, weight_AJK: torch.Tensor, *, invariant: bool, num_more: int = 0
+) -> torch.Tensor:
+    """Multiply each head's columns by the head's own matrix, x W^T, [T, A, J + more] in the dtype of x.
 
-    If `invariant`, a row depends on itself alone, bit for bit, whatever rows and heads are computed beside it.
+    The result is contiguous, as later operations need it, without another copy; the last `num_more` columns of each
+    head are not written. If `invariant`, a row depends on itself alone, bit for bit, whatever rows and heads are
+    computed beside it.
     """
-    if not invariant:
-        return torch.bmm(x_TAK.transpose(0, 1), weight_AJK.transpose(1, 2)).transpose(0, 1)
-    heads = [matmul_rows(x_TK, weight_JK) for x_TK, weight_JK in zip(x_TAK.unbind(1), weight_AJK, strict=True)]
-    return torch.stack(heads, dim=1)
+    num_columns = weight_AJK.shape[1]
+    whole_TAJ = x_TAK.new_empty(*x_TAK.shape[:2], num_columns + num_more)
+    out_TAJ = whole_TAJ[..., :num_columns]
+    if invariant:
+        heads = [matmul_rows(x_TK, weight_JK) for x_TK, weight_JK in zip(x_TAK.unbind(1), weight_AJK, strict=True)]
+        out_TAJ.copy_(torch.stack(heads, dim=1))
+    else:
+        torch.bmm(x_TAK.transpose(0, 1), weight_AJK.transpose(1, 2), out=out_TAJ.transpose(0, 1))
+    return whole_TAJ
 
 
 def absorbed_queries(
     nope_TAN: torch.Tensor, turned_TAR: torch.Tensor, key_ANC: torch.Tensor, *, invariant: bool
 ) -> torch.Tensor:
     """Multiply the key up-projection into the queries, [T, A, X]."""
-    latent_TAC = matmul_by_head(nope_TAN, key_ANC.transpose(1, 2), invariant=invariant)
-    return torch.cat([latent_TAC, turned_TAR], dim=-1)
+    num_turned = turned_TAR.shape[2]
+    query_TAX = matmul_by_head(nope_TAN, key_ANC.transpose(1, 2), invariant=invariant, num_more=num_turned)
+    query_TAX[..., -num_turned:] = turned_TAR
+    return query_TAX
 
 
 def absorbed_values(mixed_TAX: torch.Tensor, value_AVC: torch.Tensor, *, invariant: bool) -> torch.Tensor:

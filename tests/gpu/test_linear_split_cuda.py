@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from baton.kernels.gemm import linear_split_triton
-from baton.kernels.gemm.linear import linear_split
+from baton.kernels.gemm.linear import linear_split, linear_wide
 from baton.kernels.gemm.workspace import GemmWorkspace
+from baton.kernels.implementation import Implementation
 from baton.tests.kernels.harness import Guards, relative_error, same_bits, strided
 
 pytestmark = pytest.mark.gpu
@@ -34,6 +35,17 @@ def test_rows(N, K, dtype):
         assert relative_error(found, x.double() @ weight.double().T) < CLOSE, num_rows
         assert same_bits(linear_split(strided(x), weight, workspace=workspace), found), num_rows
         assert not workspace.counters.any(), num_rows
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 32, 33, 2048])
+def test_sums_may_stay_wide(num_rows):
+    x, weight = data(num_rows, 256, 7168)
+    wanted = x.double() @ weight.double().T
+    found = linear_wide(x, weight, implementation=Implementation.AUTO)
+    assert found.dtype == torch.float32
+    assert relative_error(found, wanted) < 1e-5
+    if num_rows <= 32:
+        assert same_bits(found.bfloat16(), linear_split(x, weight))
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 30])

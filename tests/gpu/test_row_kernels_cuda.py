@@ -7,6 +7,7 @@ from baton.kernels import fused_copy_triton
 from baton.kernels.fused_copy import fused_copy
 from baton.kernels.gemm.quantize_fp8 import quantize_fp8_reference
 from baton.kernels.implementation import Implementation
+from baton.kernels.mla.norm_rope_write import latent_norm_rope_write
 from baton.kernels.pointwise import qk_norm_rope_write_triton, rms_norm_triton, silu_mul_triton
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.pointwise.rms_norm import rms_norm_fused
@@ -161,6 +162,37 @@ def test_gates_of_experts(quantize):
         for rows, scale in (found, by_graph):
             assert same_bits(rows[expert, :count], wanted.rows)
             assert scale is None or same_bits(scale[expert, :, :count].contiguous(), wanted.scale)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("num_heads", [128, 16, 9])
+@pytest.mark.parametrize("num_tokens", [1, 7, 64, 4096])
+def test_latents(num_tokens, num_heads, interleaved):
+    columns = num_heads * 192
+    down_TX, query_TX = values(num_tokens, 1536 + 576), values(num_tokens, columns)
+    positions_T = torch.randint(0, 100_000, (num_tokens,), device=CUDA)
+    angles = rope_angles(positions_T, rope_inverse_frequencies(64, 1e4, torch.bfloat16, CUDA))
+    num_blocks = num_tokens // 16 + 3
+    slots_T = torch.randperm(num_blocks * 16, device=CUDA)[:num_tokens]
+    norm = values(512), EPS
+
+    def compute(implementation=Implementation.AUTO, at=slice(None)):
+        rows_NSX = poison(torch.empty(num_blocks, 16, 576, dtype=torch.bfloat16, device=CUDA))
+        parts = down_TX[at, 1536:2048], down_TX[at, 2048:], norm, tuple(table[at] for table in angles), slots_T[at]
+        query_TAE = query_TX[at].clone().unflatten(1, (num_heads, 192))
+        found = latent_norm_rope_write(
+            query_TAE, *parts, rows_NSX, interleaved=interleaved, implementation=implementation
+        )
+        return found, rows_NSX
+
+    found, wanted = compute(), compute(REFERENCE)
+    assert same_bits(found[0], wanted[0])
+    assert_close(found[1], wanted[1])
+    assert_same(replayed(compute), found)
+    query_TAE, rows_NSX = compute(at=slice(num_tokens - 1, None))
+    assert same_bits(query_TAE[0], found[0][-1])
+    place = slots_T[-1] // 16, slots_T[-1] % 16
+    assert same_bits(rows_NSX[place], found[1][place])
 
 
 class Layer:

@@ -14,7 +14,7 @@ from baton.core.errors import KernelArgumentInvalid
 from baton.core.numerics import Numerics
 from baton.kernels.gemm import linear as linear_module
 from baton.kernels.gemm.inner_sum import InnerSum
-from baton.kernels.gemm.linear import linear_fast, linear_split
+from baton.kernels.gemm.linear import linear_fast, linear_split, linear_wide
 from baton.kernels.gemm.linear_split_triton import MAX_OUTPUTS, MAX_TOKENS, OUTPUTS, STEP, splits_of, stages_of
 from baton.kernels.gemm.workspace import GemmWorkspace
 from baton.kernels.implementation import Implementation
@@ -69,6 +69,40 @@ def test_strided_rows_and_half_precision():
     assert same_bits(gemm(x_TK, wide_NK[:, :256]), wanted)
     single = x_TK[:1].as_strided((1, 256), (1, 1))
     assert same_bits(gemm(single, weight_NK), gemm(x_TK[:1], weight_NK))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("num_inputs", [128, 2048])
+def test_sums_may_stay_wide(num_inputs):
+    x_TK, weight_NK = values(5, num_inputs), values(70, num_inputs, seed=1)
+    wanted = x_TK.double() @ weight_NK.double().t()
+    for found in (
+        gemm(x_TK, weight_NK, out_dtype=torch.float32),
+        linear_split(x_TK, weight_NK, out_dtype=torch.float32, implementation=REFERENCE),
+        linear_wide(x_TK, weight_NK, implementation=TRITON),
+        linear_wide(x_TK.repeat(MAX_TOKENS, 1), weight_NK, implementation=TRITON)[:5],
+    ):
+        assert found.dtype == torch.float32
+        assert relative_error(found, wanted) < 1e-6
+    assert same_bits(gemm(x_TK, weight_NK, out_dtype=torch.float32).bfloat16(), gemm(x_TK, weight_NK))
+    with pytest.raises(KernelArgumentInvalid, match="out_dtype: is torch"):
+        gemm(x_TK, weight_NK, out_dtype=torch.float16)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("implementation", "numerics"),
+    [(TRITON, Numerics.DEFAULT), (REFERENCE, Numerics.DEFAULT), (REFERENCE, Numerics.INVARIANT)],
+)
+@pytest.mark.parametrize("num_rows", [1, 9, 40])
+def test_logits_of_a_router_are_not_rounded(num_rows, implementation, numerics):
+    """Neither from a narrow weight nor from a wide one."""
+    x_TK, weight_NK = values(num_rows, 256), values(24, 256, seed=1, dtype=torch.float32)
+    ops = Ops(numerics, implementation=implementation)
+    for weight in (weight_NK, weight_NK.bfloat16()):
+        found = ops.linear_wide(x_TK, weight)
+        assert found.dtype == torch.float32
+        assert relative_error(found, x_TK.double() @ weight.double().t()) < 1e-6
 
 
 @pytest.mark.fast

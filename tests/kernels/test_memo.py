@@ -15,6 +15,7 @@ from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.gemm.quantize_fp8 import quantize_fp8
 from baton.kernels.implementation import Implementation
 from baton.kernels.memo import Memo, open_signature, signature
+from baton.kernels.mla.norm_rope_write import latent_norm_rope_write
 from baton.kernels.moe.gemm import experts_grouped
 from baton.kernels.moe.moe import ExpertWeights
 from baton.kernels.moe.select_topk import select_topk
@@ -109,6 +110,19 @@ def gated():
 def shared():
     right = {"mixed_TD": tensor(3, 64), "shared_TD": tensor(3, 64), "x_TD": tensor(3, 64), "gate_1D": tensor(1, 64)}
     return add_shared, right, {"gate_1D": [tensor(2, 64)]}
+
+
+def latents():
+    right = {"query_TAE": tensor(3, 2, 48), "latent_TC": tensor(3, 64), "turning_TR": tensor(3, 16)}
+    right |= {"norm": (tensor(64), 1e-6), "angles": (tensor(3, 8, dtype=torch.float32),) * 2, "interleaved": True}
+    right |= {"slots_T": torch.arange(3), "rows_NSX": tensor(4, 16, 80)}
+    wrong = {
+        "norm": [(tensor(32), 1e-6)],
+        "angles": [(tensor(3, 7, dtype=torch.float32),) * 2],
+        "rows_NSX": [tensor(4, 16, 64)],
+        "slots_T": [torch.arange(4)],
+    }
+    return latent_norm_rope_write, right, wrong
 
 
 def qk():
@@ -227,7 +241,7 @@ def forget():
         memo._kept.clear()
 
 
-CASES = (rms_norm, silu_mul, gated, shared, qk, decode, prefill, experts, topk, gemm, linear)
+CASES = (rms_norm, silu_mul, gated, shared, qk, latents, decode, prefill, experts, topk, gemm, linear)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

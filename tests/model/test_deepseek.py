@@ -361,15 +361,23 @@ def test_what_a_checkpoint_lacks_or_has_too_much_is_named_as_published(kind, tmp
 
 @pytest.mark.fast
 @pytest.mark.parametrize("kind", DEEPSEEKS)
-def test_routers_are_float32_in_a_narrow_model(kind, tmp_path):
-    """Their bias would be rounded away; DeepSeek computes their scores so."""
+def test_routers_are_exact_in_a_narrow_model(kind, tmp_path):
+    """Their bias would be rounded away; DeepSeek computes their scores in float32. Narrow weights lose nothing."""
     path = written(tmp_path / "model", kind, dtype=torch.bfloat16)
     model, stored = load(path, dtype=torch.bfloat16), load_file(path / "model.safetensors")
     mlp, name = model._decoder.layers[1].mlp, "model.layers.1.mlp.gate"
     assert torch.equal(mlp.bias_E, stored[f"{name}.e_score_correction_bias"])
     assert not torch.equal(mlp.bias_E, mlp.bias_E.bfloat16().float())
     assert mlp.both_ND is None  # a GEMM is of one dtype
-    assert (mlp.router_ED.dtype, stored[f"{name}.weight"].dtype) == (torch.float32, torch.bfloat16)
+    assert mlp.router_ED.dtype == stored[f"{name}.weight"].dtype == torch.bfloat16
+    weight_ED = torch.full(mlp.router_ED.shape, 1.001)
+    save_file(stored | {f"{name}.weight": weight_ED}, path / "model.safetensors")
+    wide = load(path, dtype=torch.bfloat16)._decoder.layers[1].mlp
+    assert torch.equal(wide.router_ED, weight_ED)
+    x_TD = torch.randn(3, weight_ED.shape[1]).bfloat16()
+    for router_ED in (mlp.router_ED, wide.router_ED):
+        logits_TE = mlp._ops.linear_wide(x_TD, router_ED)
+        assert torch.allclose(logits_TE.double(), x_TD.double() @ router_ED.double().t(), rtol=1e-5, atol=1e-5)
     assert run(model, prompt(20), [(17, False), (3, True)]).isfinite().all()
 
 

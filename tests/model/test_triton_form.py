@@ -4,6 +4,7 @@ In invariant numerics its rows must not know how they came; what the interpreter
 part and in which order tiles are added, not how instructions round (`tests/gpu/test_invariant_cuda.py`).
 """
 
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -331,6 +332,59 @@ def test_a_layer_of_every_family_is_as_few_operations_of_torch_as_qwen3s(kind, t
         found[family] = +noted.found
     assert found["qwen3"]["linear"] == 8
     assert found[kind] == found["qwen3"]
+
+
+# By family: its sizes, and what torch may launch in each of its layers. `linear` is of a row too short to be split.
+LAYERS = {
+    "qwen3-8b": ({}, {}),
+    "qwen3-30b-a3b": (EXPERTS, {}),
+    "glm-4.5-air": (GLM | {"first_k_dense_replace": 0}, {}),
+    "deepseek-v3": (DEEPSEEK, {"bmm": 2, "copy": 1, "linear": 1}),
+}
+_MAKE_VIEWS = ("empty", "new_empty", "split", "tensor_split", "unbind")
+
+
+class _Launched(DispatchMode):
+    """Counts torch's operations that launch something on a GPU; kernels' own, in the interpreter, are left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        frame, is_kernel = sys._getframe(1), False
+        while frame is not None and not is_kernel:
+            is_kernel = frame.f_code.co_filename.endswith("_triton.py")
+            frame = frame.f_back
+        name = function.overloadpacket.__name__.strip("_")
+        given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
+        is_view = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() in given and name != "copy"
+        is_written = name in COMPUTE or function._schema.is_mutable
+        if not is_kernel and (is_written or not (is_view or name.startswith(_MAKE_VIEWS))):
+            self.found[name] += 1
+        return result
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_a_layer_leaves_little_to_torch(family, tmp_path):
+    """A part of a layer that falls back to torch takes a launch for each of its operations, and nothing says so.
+
+    The rotations and writes of DeepSeek-V3's layers were 25 launches.
+    """
+    changes, allowed = LAYERS[family]
+    found = []
+    for num_layers in (1, 2):
+        sizes = SIZES | changes | {"num_hidden_layers": num_layers}
+        path = write_shape(family, tmp_path / str(num_layers), **sizes)
+        paged = Paged(load(path, Implementation.TRITON, with_mtp=False), capacity_len=32)
+        batch = paged.decode_batch([0], [0], 2, bound=32)
+        for _ in range(2):  # the first makes what is kept
+            with _Launched() as launched:
+                paged.trunk(torch.arange(2), batch)
+        found.append(launched.found)
+    assert found[1] - found[0] == Counter(allowed)
+    assert not found[0] - found[1]
 
 
 @pytest.mark.fast
