@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -16,12 +15,11 @@ from baton.kernels.pointwise.rms_norm import rms_norm_fused
 
 _ROWS = (1, 8, 64, 512, 2048, 8192)
 _EPS = 1e-6
-_FORMS = ("plain", "residual", "residual fp8", "gated")
+_FORMS = ("plain", "residual", "residual fp8")
 
 
 def _num_bytes(form: str, num_rows: int, length: int) -> int:
-    row_bytes = {"plain": 4 * length, "residual": 8 * length, "gated": 6 * length}
-    row_bytes["residual fp8"] = 7 * length + 4 * length // GROUP_LEN
+    row_bytes = {"plain": 4 * length, "residual": 8 * length, "residual fp8": 7 * length + 4 * length // GROUP_LEN}
     return num_rows * row_bytes[form] + 2 * length
 
 
@@ -32,9 +30,9 @@ def _inputs(device: torch.device, num_rows: int, length: int) -> list[torch.Tens
 
 def _ours(form: str, inputs: Sequence[torch.Tensor]) -> Call:
     x_TD, other_TD, weight_D = inputs
-    named: dict[str, Any] = {"residual_TD": other_TD} if "residual" in form else {}
-    named |= {"gate_TD": other_TD} if form == "gated" else {}
-    return kept(partial(rms_norm_fused, x_TD, weight_D, _EPS, quantize="fp8" in form, **named))
+    residual_TD = other_TD if "residual" in form else None
+    num_padded = len(x_TD) if "fp8" in form else None
+    return kept(partial(rms_norm_fused, x_TD, weight_D, _EPS, residual_TD=residual_TD, num_padded=num_padded))
 
 
 def _launch(
@@ -42,16 +40,14 @@ def _launch(
 ) -> Call:
     x_TD, other_TD, weight_D = inputs
     residual_TD = other_TD if "residual" in form else None
-    gate_TD = other_TD if form == "gated" else None
-    launch = partial(rms_norm_triton.launch, plus_one=False, wide_sum=False, quantize="fp8" in form)
-    return kept(partial(launch, x_TD, weight_D, _EPS, residual_TD, gate_TD, len(x_TD), options=options, early=early))
+    num_padded = len(x_TD) if "fp8" in form else None
+    launch = partial(rms_norm_triton.launch, plus_one=False, options=options, early=early)
+    return kept(partial(launch, x_TD, weight_D, _EPS, residual_TD, num_padded))
 
 
 def _by_torch(form: str, x_TD: torch.Tensor, other_TD: torch.Tensor, weight_D: torch.Tensor) -> object:
     sum_TD = x_TD + other_TD if "residual" in form else x_TD
     rows_TD = functional.rms_norm(sum_TD, weight_D.shape, weight_D, _EPS)
-    if form == "gated":
-        rows_TD = rows_TD * functional.silu(other_TD)
     return sum_TD, quantize_fp8_reference(rows_TD) if "fp8" in form else rows_TD
 
 
@@ -69,10 +65,9 @@ def _prepare(form: str, num_rows: int, length: int, device: torch.device, num_se
 
 
 def cases() -> list[KernelCase]:
-    """Hidden sizes of an 8B and a 30B model; heads of a gated norm; a tiny case for CPUs."""
-    shapes = [(form, num_rows, 4096) for form in _FORMS[:3] for num_rows in _ROWS]
+    """Hidden sizes of an 8B and a 30B model; a tiny case for CPUs."""
+    shapes = [(form, num_rows, 4096) for form in _FORMS for num_rows in _ROWS]
     shapes += [("residual", num_rows, 2048) for num_rows in (1, 64, 8192)]
-    shapes += [("gated", num_rows, 128) for num_rows in (32, 2048, 262_144)]
     found = [(shape, True) for shape in shapes] + [(("residual fp8", 8, 256), False)]
     return [
         KernelCase(
@@ -104,15 +99,9 @@ def _prepare_tuning(
 
 
 def tuning() -> list[TuningPoint]:
-    """Number of warps that share a row, and number of short rows per program."""
+    """Number of warps that share a row."""
     long = [{"rows": 1, "num_warps": num_warps} for num_warps in (2, 4, 8, 16)]
-    short = [{"rows": rows, "num_warps": num_warps} for rows in (4, 8, 16, 32) for num_warps in (1, 2, 4, 8)]
-    points: list[tuple[str, int, list[dict[str, int]]]] = [
-        ("residual", 4096, long),
-        ("residual", 2048, long),
-        ("residual", 5120, long[1:]),
-        ("gated", 128, short),
-    ]
+    points = [("residual", 4096, long), ("residual", 2048, long), ("residual", 5120, long[1:])]
     return [
         TuningPoint(
             kernel="rms_norm_fused",

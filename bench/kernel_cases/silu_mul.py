@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for `silu_mul_fused`: activations of dense layers and experts, plain and in float8."""
+"""Rows of `baton bench kernels` for `silu_mul_fused`: activations of a layer, plain and in float8."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,7 +14,6 @@ from baton.kernels.pointwise import silu_mul_triton
 from baton.kernels.pointwise.silu_mul import silu_mul_fused
 
 _ROWS = (1, 8, 64, 512, 2048, 8192)
-_NUM_EXPERTS, _EXPERT_ROWS = 128, 64  # sizes of a masked batch, one eighth of which is filled
 
 
 def _num_bytes(num_rows: int, length: int, quantize: bool) -> int:
@@ -33,29 +32,16 @@ def _inputs(device: torch.device, num_rows: int, length: int) -> torch.Tensor:
 
 def _prepare(num_rows: int, length: int, quantize: bool, device: torch.device, num_sets: int) -> Systems:
     sets = [_inputs(device, num_rows, length) for _ in range(num_sets)]
+    num_padded = num_rows if quantize else None
     systems = {
-        "ours": [kept(partial(silu_mul_fused, gate_up_TJ, quantize=quantize)) for gate_up_TJ in sets],
+        "ours": [kept(partial(silu_mul_fused, gate_up_TJ, num_padded=num_padded)) for gate_up_TJ in sets],
         "torch": [kept(partial(_by_torch, gate_up_TJ, quantize)) for gate_up_TJ in sets],
         **torch_compiled(_by_torch, [(gate_up_TJ, quantize) for gate_up_TJ in sets]),
     }
     if device.type == "cuda":
-        launch = partial(silu_mul_triton.launch, num_rows_E=None, num_padded=None, quantize=quantize, early=False)
+        launch = partial(silu_mul_triton.launch, num_padded=num_padded, early=False)
         systems["late"] = [kept(partial(launch, gate_up_TJ)) for gate_up_TJ in sets]
     return systems
-
-
-def _prepare_masked(length: int, device: torch.device, num_sets: int) -> Systems:
-    num_rows_E = torch.full((_NUM_EXPERTS,), _EXPERT_ROWS // 8, dtype=torch.int32, device=device)
-    sets = [
-        _inputs(device, _NUM_EXPERTS * _EXPERT_ROWS, length).view(_NUM_EXPERTS, _EXPERT_ROWS, 2 * length)
-        for _ in range(num_sets)
-    ]
-    return {
-        "ours": [
-            kept(partial(silu_mul_fused, gate_up_EMJ, num_rows_E=num_rows_E, quantize=True)) for gate_up_EMJ in sets
-        ],
-        "torch": [kept(partial(_by_torch, gate_up_EMJ.flatten(0, 1), True)) for gate_up_EMJ in sets],
-    }
 
 
 def _case(num_rows: int, length: int, quantize: bool, only_gpu: bool) -> KernelCase:
@@ -70,26 +56,16 @@ def _case(num_rows: int, length: int, quantize: bool, only_gpu: bool) -> KernelC
 
 
 def cases() -> list[KernelCase]:
-    """An 8B model's layers, a 30B model's experts, masked ones; a tiny case for CPUs."""
+    """An 8B model's layers, a 30B model's experts; a tiny case for CPUs."""
     found = [_case(num_rows, 12_288, quantize, True) for quantize in (False, True) for num_rows in _ROWS]
     found += [_case(num_rows, 768, False, True) for num_rows in (8, 512, 65_536)]
-    found += [
-        KernelCase(
-            kernel="silu_mul_fused",
-            shape=f"E={_NUM_EXPERTS} M={_EXPERT_ROWS} (of 8 each) I={length} fp8",
-            num_bytes=_num_bytes(_NUM_EXPERTS * _EXPERT_ROWS // 8, length, True),
-            set_bytes=_num_bytes(_NUM_EXPERTS * _EXPERT_ROWS, length, True),
-            prepare=partial(_prepare_masked, length),
-        )
-        for length in (768, 2048)
-    ]
     return [*found, _case(8, 256, True, False)]
 
 
 def _prepare_tuning(
     num_rows: int, length: int, quantize: bool, device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
-    launch = partial(silu_mul_triton.launch, num_rows_E=None, num_padded=None, quantize=quantize, options=options)
+    launch = partial(silu_mul_triton.launch, num_padded=num_rows if quantize else None, options=options)
     return [kept(partial(launch, _inputs(device, num_rows, length))) for _ in range(num_sets)]
 
 

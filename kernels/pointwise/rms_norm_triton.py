@@ -48,61 +48,57 @@ def launch(
     weight_D: torch.Tensor,
     eps: float,
     residual_TD: torch.Tensor | None,
-    gate_TD: torch.Tensor | None,
-    num_padded: int,
+    num_padded: int | None,
     *,
     plus_one: bool,
-    wide_sum: bool,
-    quantize: bool,
+    keep: bool = False,
     options: Mapping[str, Any] | None = None,
     early: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Rows, sum and scales; see `rms_norm_fused`, which has checked the arguments."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Rows, sum, scales and what is kept; see `rms_norm_fused`, which has checked the arguments."""
     num_rows, length = x_TD.shape
+    quantize = num_padded is not None
+    if num_padded is None:
+        num_padded = num_rows
     out_RD = torch.empty(num_padded, length, dtype=DTYPE if quantize else x_TD.dtype, device=x_TD.device)
     sum_TD = None if residual_TD is None else torch.empty(num_rows, length, dtype=x_TD.dtype, device=x_TD.device)
     scale_GR = None
     if quantize:
         scale_GR = torch.empty(length // GROUP_LEN, num_padded, dtype=torch.float32, device=x_TD.device)
+    kept_TD = torch.empty(num_rows, length, dtype=x_TD.dtype, device=x_TD.device) if keep else None
     if num_padded == 0:
-        return out_RD, sum_TD, scale_GR
+        return out_RD, sum_TD, scale_GR, kept_TD
     if options is None:
-        rows, constants = _tuned(
-            length, x_TD.device, residual_TD is not None, gate_TD is not None, plus_one, wide_sum, quantize, early
-        )
+        rows, constants = _tuned(length, x_TD.device, residual_TD is not None, plus_one, quantize, keep, early)
     else:
-        rows, constants = _constants(
-            options, length, x_TD.device, residual_TD is not None, gate_TD is not None, plus_one, wide_sum, quantize,
-            early,
-        )  # fmt: skip
+        rows, constants = _constants(options, length, x_TD.device, residual_TD is not None, plus_one, quantize, early)
     arguments = (
         x_TD,
         x_TD.stride(0),
         weight_D,
         x_TD if residual_TD is None else residual_TD,
         0 if residual_TD is None else residual_TD.stride(0),
-        x_TD if gate_TD is None else gate_TD,
-        0 if gate_TD is None else gate_TD.stride(0),
         out_RD,
         out_RD if sum_TD is None else sum_TD,
         out_RD if scale_GR is None else scale_GR,
+        out_RD if kept_TD is None else kept_TD,
         num_rows,
         num_padded,
         eps,
     )
     _launch_norm((-(-num_padded // rows),), arguments, constants)
-    return out_RD, sum_TD, scale_GR
+    return out_RD, sum_TD, scale_GR, kept_TD
 
 
 def _constants(
-    options: Mapping[str, Any], length: int, device: torch.device, residual: bool, gate: bool, plus_one: bool,
-    wide_sum: bool, quantize: bool, early: bool,
+    options: Mapping[str, Any], length: int, device: torch.device, residual: bool, plus_one: bool, quantize: bool,
+    keep: bool, early: bool,
 ) -> tuple[int, Constants]:  # fmt: skip
     """Rows of a program, and the constants of a launch."""
     block = triton.next_power_of_2(length)
     group = min(GROUP_LEN, block)
-    by_name = {"D": length, "R": options["rows"], "N": block // group, "C": group, "RESIDUAL": residual, "GATE": gate}
-    by_name |= {"PLUS_ONE": plus_one, "WIDE_SUM": wide_sum, "QUANTIZE": quantize, "num_warps": options["num_warps"]}
+    by_name = {"D": length, "R": options["rows"], "N": block // group, "C": group, "RESIDUAL": residual}
+    by_name |= {"PLUS_ONE": plus_one, "QUANTIZE": quantize, "KEEP": keep, "num_warps": options["num_warps"]}
     return options["rows"], Constants(by_name | dependent_launch(device, early))
 
 
@@ -127,10 +123,9 @@ def store_groups(value, out, at, scale, at_scale, is_there, is_group_there, is_g
 # What differs from step to step, and from tensor to tensor of one shape, must not compile anything.
 @triton.jit(do_not_specialize=["num_rows", "num_padded"])
 def _norm_kernel(
-    x, x_stride, weight, residual, residual_stride, gate, gate_stride, out, sums, scale, num_rows: tl.int32,
+    x, x_stride, weight, residual, residual_stride, out, sums, scale, kept, num_rows: tl.int32,
     num_padded: tl.int32, eps, D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
-    RESIDUAL: tl.constexpr, GATE: tl.constexpr, PLUS_ONE: tl.constexpr, WIDE_SUM: tl.constexpr,
-    QUANTIZE: tl.constexpr, EARLY: tl.constexpr,
+    RESIDUAL: tl.constexpr, PLUS_ONE: tl.constexpr, QUANTIZE: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     row_R11 = row_R[:, None, None]
@@ -147,8 +142,6 @@ def _norm_kernel(
     weight_RNC = tl.load(at_weight_RNC, mask=is_column, other=0.0).to(tl.float32)
     if RESIDUAL:
         residual_RNC = tl.load(residual + row_R11 * residual_stride + column_1NC, mask=is_real, other=0.0)
-    if GATE:
-        gate_RNC = tl.load(gate + row_R11 * gate_stride + column_1NC, mask=is_real, other=0.0).to(tl.float32)
     if EARLY:
         # Said twice only to keep the compiler from moving loads behind it, to where their values are used.
         tl.extra.cuda.gdc_launch_dependents()
@@ -157,17 +150,16 @@ def _norm_kernel(
         wide_RNC += residual_RNC.to(tl.float32)
         rounded_RNC = wide_RNC.to(x_RNC.dtype)
         tl.store(sums + row_R11 * D + column_1NC, rounded_RNC, mask=is_real)
-        if not WIDE_SUM:
-            wide_RNC = rounded_RNC.to(tl.float32)
+        wide_RNC = rounded_RNC.to(tl.float32)
     square_R = tl.sum(tl.sum(wide_RNC * wide_RNC, axis=2), axis=1)
     wide_RNC *= tl.rsqrt(square_R / D + eps)[:, None, None]
     if PLUS_ONE:
         value_RNC = (wide_RNC * (1.0 + weight_RNC)).to(x_RNC.dtype)
     else:
         value_RNC = (wide_RNC.to(x_RNC.dtype).to(tl.float32) * weight_RNC).to(x_RNC.dtype)
-    if GATE:
-        value_RNC = (value_RNC.to(tl.float32) * (gate_RNC / (1.0 + tl.exp(-gate_RNC)))).to(x_RNC.dtype)
     at_RNC = row_R11 * D + column_1NC
+    if KEEP:
+        tl.store(kept + at_RNC, value_RNC, mask=is_real)
     if QUANTIZE:
         row_R1 = row_R[:, None]
         group_1N = tl.arange(0, N)[None, :]
@@ -189,18 +181,19 @@ def _variant(name: str, length: int, *, early: bool = True, **flags: bool) -> Va
     chosen = options_of(length, torch.device("cpu"))
     block = triton.next_power_of_2(length)
     group = min(GROUP_LEN, block)
-    names = ("RESIDUAL", "GATE", "PLUS_ONE", "WIDE_SUM", "QUANTIZE")
+    names = ("RESIDUAL", "PLUS_ONE", "QUANTIZE", "KEEP")
     flags = {name: flags.get(name, False) for name in names}
-    pointers = dict.fromkeys(("x", "weight", "residual", "gate", "sums"), "*bf16")
+    pointers = dict.fromkeys(("x", "weight", "residual", "sums"), "*bf16")
     quantize = flags["QUANTIZE"]
     types = pointers | {"out": "*fp8e4nv" if quantize else "*bf16", "scale": "*fp32" if quantize else "*bf16"}
-    types |= dict.fromkeys(("x_stride", "residual_stride", "gate_stride", "num_rows", "num_padded"), "i32")
+    types["kept"] = "*bf16" if flags["KEEP"] else types["out"]
+    types |= dict.fromkeys(("x_stride", "residual_stride", "num_rows", "num_padded"), "i32")
     return Variant(
         name=f"rms_norm_fused {length}{name}{'' if early else ' late'}",
         kernel=_norm_kernel,
         types=types | {"eps": "fp32"},
         constants=flags | {"D": length, "R": chosen["rows"], "N": block // group, "C": group, "EARLY": early},
-        aligned=(*pointers, "out", "scale", "x_stride", "residual_stride", "gate_stride"),
+        aligned=(*pointers, "out", "scale", "kept", "x_stride", "residual_stride"),
         num_warps=chosen["num_warps"],
         max_registers=128,
         max_shared_bytes=8192,
@@ -219,6 +212,8 @@ def variants() -> list[Variant]:
         _variant(" residual", 2048, RESIDUAL=True),
         _variant(" residual fp8", 2048, RESIDUAL=True, QUANTIZE=True),
         _variant(" residual", 5120, RESIDUAL=True),
-        _variant(" gated", 128, GATE=True),
+        _variant(" fp8", 1536, QUANTIZE=True),
         _variant(" residual plus one", 2048, RESIDUAL=True, PLUS_ONE=True),
+        _variant(" residual plus one fp8", 5120, RESIDUAL=True, PLUS_ONE=True, QUANTIZE=True),
+        _variant(" residual plus one fp8 kept", 2048, RESIDUAL=True, PLUS_ONE=True, QUANTIZE=True, KEEP=True),
     ]

@@ -94,13 +94,12 @@ def tensor(*shape, dtype=BF16):
 
 def rms_norm():
     right = {"x_TD": tensor(4, 256), "weight_D": tensor(256), "eps": 1e-6, "residual_TD": tensor(4, 256)}
-    right |= {"quantize": True, "num_padded": 8}
+    right |= {"num_padded": 8}
     return rms_norm_fused, right, {"num_padded": [3], "residual_TD": [tensor(5, 256)]}
 
 
 def silu_mul():
-    right = {"gate_up": tensor(2, 4, 512), "num_rows_E": torch.tensor([4, 2]), "quantize": True}
-    return silu_mul_fused, right, {"num_padded": [8], "num_rows_E": [torch.tensor([4, 2, 1])]}
+    return silu_mul_fused, {"gate_up_TJ": tensor(4, 512), "num_padded": 4}, {"num_padded": [3]}
 
 
 def gated():

@@ -15,10 +15,8 @@ EPS = 1e-6
 FORMS = [
     {},
     {"residual": True},
-    {"residual": True, "wide_sum": True},
     {"plus_one": True},
-    {"gate": True},
-    {"residual": True, "gate": True, "plus_one": True},
+    {"residual": True, "plus_one": True},
 ]
 
 
@@ -27,11 +25,9 @@ def values(*shape, seed=0, dtype=torch.bfloat16):
 
 
 def arguments(num_rows, length, form, dtype=torch.bfloat16):
-    named = {key: value for key, value in form.items() if key in ("plus_one", "wide_sum", "quantize", "num_padded")}
+    named = {key: value for key, value in form.items() if key in ("plus_one", "num_padded")}
     if form.get("residual"):
         named["residual_TD"] = values(num_rows, length, seed=2, dtype=dtype)
-    if form.get("gate"):
-        named["gate_TD"] = values(num_rows, length, seed=3, dtype=dtype)
     return values(num_rows, length, dtype=dtype), values(length, seed=1, dtype=dtype), EPS, named
 
 
@@ -78,16 +74,13 @@ def test_the_reference_against_the_formulas():
         wide_TD = x_TD.double() + named.get("residual_TD", torch.zeros(())).double()
         wide_TD = wide_TD / (wide_TD.square().mean(dim=1, keepdim=True) + eps).sqrt()
         wide_TD *= weight_D.double() + (1 if form.get("plus_one") else 0)
-        if "gate_TD" in named:
-            gate_TD = named["gate_TD"].double()
-            wide_TD *= gate_TD / (1 + (-gate_TD).exp())
         for found in both(x_TD, weight_D, eps, named):
             assert relative_error(found.rows, wide_TD) < 1e-6
 
 
 def test_a_row_depends_on_itself_alone():
     for length, counts in ((128, ROWS), (2048, [1, 2, 7, 8])):
-        x_TD, weight_D, eps, named = arguments(counts[-1], length, {"residual": True, "gate": True})
+        x_TD, weight_D, eps, named = arguments(counts[-1], length, {"residual": True})
         whole = rms_norm_fused(x_TD, weight_D, eps, **named, implementation=Implementation.TRITON)
         for num_rows in counts[:-1]:
             first = counts[-1] - num_rows if num_rows % 2 else 0
@@ -108,16 +101,17 @@ def test_what_a_row_is_divided_into_is_decided_by_its_length():
 
 def test_float8_is_as_if_made_afterwards():
     for num_rows, length, num_padded in ((1, 128, 4), (5, 512, 5), (6, 2048, 16), (3, 640, 8)):
-        form = {"residual": True, "quantize": True, "num_padded": num_padded}
+        form = {"residual": True, "num_padded": num_padded}
         x_TD, weight_D, eps, named = arguments(num_rows, length, form)
         x_TD[0, :128] = 0
         named["residual_TD"][0, :128] = 0
-        found = rms_norm_fused(x_TD, weight_D, eps, **named, implementation=Implementation.TRITON)
+        found = rms_norm_fused(x_TD, weight_D, eps, **named, keep=True, implementation=Implementation.TRITON)
         plain = {"residual_TD": named["residual_TD"]}
         rows_TD = rms_norm_fused(x_TD, weight_D, eps, **plain, implementation=Implementation.TRITON).rows
         wanted_RD, scale_GR = quantize_fp8_reference(rows_TD, num_padded=num_padded)
         assert same_bits(found.rows, wanted_RD)
         assert same_bits(found.scale_GR, scale_GR)
+        assert same_bits(found.kept_TD, rows_TD)
         assert found.rows[num_rows:].float().eq(0).all()
         assert found.scale_GR[:, num_rows:].eq(1).all()
         assert found.rows[0, :128].float().eq(0).all()
@@ -144,15 +138,13 @@ def test_float8_groups_against_their_definition():
 
 
 def test_strides_guards_and_two_runs():
-    x_TD, weight_D, eps, named = arguments(7, 256, {"residual": True, "gate": True})
+    x_TD, weight_D, eps, named = arguments(7, 256, {"residual": True})
     wanted = rms_norm_fused(x_TD, weight_D, eps, **named, implementation=Implementation.TRITON)
     guards = Guards()
-    inputs = [strided(x_TD), guards.copy(weight_D), strided(named["residual_TD"]), strided(named["gate_TD"])]
+    inputs = [strided(x_TD), guards.copy(weight_D), strided(named["residual_TD"])]
 
     def compute():
-        found = rms_norm_fused(
-            inputs[0], inputs[1], eps, residual_TD=inputs[2], gate_TD=inputs[3], implementation=Implementation.TRITON
-        )
+        found = rms_norm_fused(inputs[0], inputs[1], eps, residual_TD=inputs[2], implementation=Implementation.TRITON)
         return found.rows, found.sum_TD
 
     rows_TD, sum_TD = assert_deterministic(compute, *inputs)
@@ -164,20 +156,30 @@ def test_strides_guards_and_two_runs():
 def test_nothing_is_written_beyond_the_rows():
     guards = Guards()
     x_TD, weight_D = guards.copy(values(3, 192)), guards.copy(values(192, seed=1))
-    out_TD, scale = guards.empty(3, 192), guards.empty(1)
+    out_TD, scale, kept = guards.empty(3, 192), guards.empty(1), guards.empty(1)
     rms_norm_triton._norm_kernel[(1,)](
-        x_TD, 192, weight_D, x_TD, 0, x_TD, 0, out_TD, out_TD, scale, 3, 3, EPS, D=192, R=4, N=2, C=128,
-        RESIDUAL=False, GATE=False, PLUS_ONE=False, WIDE_SUM=False, QUANTIZE=False, EARLY=False,
+        x_TD, 192, weight_D, x_TD, 0, out_TD, out_TD, scale, kept, 3, 3, EPS, D=192, R=4, N=2, C=128,
+        RESIDUAL=False, PLUS_ONE=False, QUANTIZE=False, KEEP=False, EARLY=False,
     )  # fmt: skip
     guards.check()
     assert_close(out_TD, rms_norm(x_TD, weight_D, EPS))
     assert scale.isnan().all()
+    assert kept.isnan().all()
+    quantized_RD, scale_GR = guards.empty(5, 256, dtype=torch.float8_e4m3fn), guards.empty(2, 5, dtype=torch.float32)
+    x_TD, weight_D, kept_TD = guards.copy(values(3, 256)), guards.copy(values(256, seed=1)), guards.empty(3, 256)
+    rms_norm_triton._norm_kernel[(2,)](
+        x_TD, 256, weight_D, x_TD, 0, quantized_RD, out_TD, scale_GR, kept_TD, 3, 5, EPS, D=256, R=4, N=2, C=128,
+        RESIDUAL=False, PLUS_ONE=False, QUANTIZE=True, KEEP=True, EARLY=False,
+    )  # fmt: skip
+    guards.check()
+    assert not scale_GR.isnan().any()
+    assert_close(kept_TD, rms_norm(x_TD, weight_D, EPS))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")  # NumPy's, in the interpreter
 def test_no_rows_and_nan():
     assert both(*arguments(0, 128, {"residual": True}))[0].rows.shape == (0, 128)
-    x_TD, weight_D, eps, named = arguments(3, 128, {"quantize": True})
+    x_TD, weight_D, eps, named = arguments(3, 128, {"num_padded": 3})
     poison(x_TD[1])
     for found in both(x_TD, weight_D, eps, named):
         assert found.rows[1].float().isnan().all()
@@ -194,10 +196,9 @@ def test_no_rows_and_nan():
         ("weight_D", {"weight_D": values(127)}),
         ("weight_D", {"weight_D": values(128).float()}),
         ("residual_TD", {"residual_TD": values(3, 128)}),
-        ("gate_TD", {"gate_TD": values(2, 64)}),
-        ("quantize", {"x_TD": values(2, 64), "weight_D": values(64), "quantize": True}),
-        ("num_padded", {"num_padded": 4}),
-        ("num_padded", {"quantize": True, "num_padded": 1}),
+        ("num_padded", {"x_TD": values(2, 64), "weight_D": values(64), "num_padded": 2}),
+        ("num_padded", {"num_padded": 1}),
+        ("keep", {"keep": True}),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(argument, changes):
