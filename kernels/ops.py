@@ -26,10 +26,11 @@ from baton.kernels.attention.prefill import HEAD_DIMS, attention_prefill, attent
 from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights, delta_layer
 from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.gemm import linear
-from baton.kernels.gemm.fp8 import linear_fp8
+from baton.kernels.gemm.fp8 import linear_fp8, linear_quantized, num_quantized
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.inner_sum import ALONE, InnerSum
 from baton.kernels.gemm.linear import linear_ordered
+from baton.kernels.gemm.quantize_fp8 import Fp8Rows
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as float8_kv
 from baton.kernels.kv.write import kv_write
@@ -48,6 +49,7 @@ from baton.kernels.tiles import wide_dtype
 AttentionDecode = Callable[..., torch.Tensor]
 Choice = tuple[torch.Tensor, torch.Tensor]
 Weight = torch.Tensor | Fp8Weight
+Rows = torch.Tensor | Fp8Rows
 Experts = moe.ExpertWeights | Fp8ExpertWeights
 
 TRITON_DTYPES = (torch.bfloat16,)
@@ -67,6 +69,14 @@ def unfit_sizes(head_dim: int, hidden_size: int, num_experts: int = 0, num_chose
     if num_experts > MAX_EXPERTS or num_chosen > MAX_CHOSEN:
         return f"{num_chosen} of {num_experts} experts"
     return ""
+
+
+def plain(rows: Rows) -> torch.Tensor:
+    """Rows as they were before they were quantized, if they were."""
+    if isinstance(rows, torch.Tensor):
+        return rows
+    assert rows.plain_TK is not None, "they were made for a GEMM with a float8 weight alone"
+    return rows.plain_TK
 
 
 class Ops:
@@ -114,11 +124,11 @@ class Ops:
         """Whether a row depends on itself alone."""
         return self._is_invariant
 
-    def linear(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def linear(self, x_TK: Rows, weight: Weight) -> torch.Tensor:
         """Compute X W^T, [T, N]."""
         if isinstance(weight, Fp8Weight):
             return self._linear_fp8(x_TK, weight)
-        return self._linear(x_TK, weight)
+        return self._linear(plain(x_TK), weight)
 
     def linear_wide(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         """Compute X W^T, [T, N] in the wide dtype, from rows and a weight that either dtype holds exactly."""
@@ -128,11 +138,11 @@ class Ops:
         wide = wide_dtype(x_TK.dtype)
         return self._linear(x_TK.to(wide), weight_NK.to(wide))
 
-    def linear_inner(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def linear_inner(self, x_TK: Rows, weight: Weight) -> torch.Tensor:
         """Compute the same where this rank has a part of the inner dimension: parts are added over the ranks."""
         if isinstance(weight, Fp8Weight):
             return self._inner.add_ranks(self._linear_fp8(x_TK, weight))
-        return self._linear_inner(x_TK, weight)
+        return self._linear_inner(plain(x_TK), weight)
 
     def rms_norm(self, x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
         """Normalise over the last dimension; with `plus_one` the weight is 1 + w."""
@@ -155,12 +165,50 @@ class Ops:
         total = x + added
         return self.rms_norm(total, weight_D, eps, plus_one=plus_one), total
 
+    def norm_read_by(
+        self,
+        reader: Weight | None,
+        x_TD: torch.Tensor,
+        added_TD: torch.Tensor | None,
+        weight_D: torch.Tensor,
+        eps: float,
+        *,
+        plus_one: bool = False,
+        keep: bool = False,
+    ) -> tuple[Rows, torch.Tensor]:
+        """The same for the GEMM of `reader`: quantized, if that would take a launch for it.
+
+        With `keep`, others read the norm, too, as it is without `reader`.
+        """
+        num_padded = self._num_quantized(len(x_TD), reader)
+        if num_padded is not None:
+            made = rms_norm.rms_norm_fused(
+                x_TD, weight_D, eps,
+                residual_TD=added_TD, plus_one=plus_one, num_padded=num_padded, keep=keep,
+                implementation=self.implementation,
+            )  # fmt: skip
+            assert made.scale_GR is not None
+            rows = Fp8Rows(made.rows, made.scale_GR, len(x_TD), made.kept_TD)
+            return rows, x_TD if made.sum_TD is None else made.sum_TD
+        if added_TD is None:
+            return self.rms_norm(x_TD, weight_D, eps, plus_one=plus_one), x_TD
+        return self.add_rms_norm(x_TD, added_TD, weight_D, eps, plus_one=plus_one)
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Compute the activation of SwiGLU."""
         if self._is_fused and gate_up.dim() == 2:
             return silu_mul.silu_mul_fused(gate_up, implementation=self.implementation).rows
         gate = silu_mul.silu_mul_invariant if self._is_invariant else silu_mul.silu_mul
         return gate(gate_up)
+
+    def silu_mul_read_by(self, reader: Weight, gate_up_TJ: torch.Tensor) -> Rows:
+        """The same for the GEMM of `reader`, which alone reads it: quantized, if that would take a launch for it."""
+        num_padded = self._num_quantized(len(gate_up_TJ), reader)
+        if num_padded is None:
+            return self.silu_mul(gate_up_TJ)
+        made = silu_mul.silu_mul_fused(gate_up_TJ, num_padded=num_padded, implementation=self.implementation)
+        assert made.scale_GR is not None
+        return Fp8Rows(made.rows, made.scale_GR, len(gate_up_TJ))
 
     def gate_output(self, mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor) -> torch.Tensor:
         """Multiply attention outputs by the sigmoid of their gates, [T, A * E]."""
@@ -445,7 +493,15 @@ class Ops:
     def _linear_inner_fast(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         return self._inner.add_ranks(linear.linear_fast(x_TK, weight_NK, implementation=self.implementation))
 
-    def _linear_fp8(self, x_TK: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+    def _num_quantized(self, num_rows: int, reader: Weight | None) -> int | None:
+        """Number of rows, with padding, if what makes them is to quantize them for a GEMM; None: it is not."""
+        if not self._is_fused or not isinstance(reader, Fp8Weight):
+            return None
+        return num_quantized(num_rows, reader, invariant=self._is_invariant, implementation=self.implementation)
+
+    def _linear_fp8(self, x_TK: Rows, weight: Fp8Weight) -> torch.Tensor:
+        if isinstance(x_TK, Fp8Rows):
+            return linear_quantized(x_TK, weight, invariant=self._is_invariant, implementation=self.implementation)
         return linear_fp8(x_TK, weight, invariant=self._is_invariant, implementation=self.implementation)
 
 

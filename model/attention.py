@@ -11,7 +11,7 @@ import torch
 from baton.kernels.attention.decode_plan import SplitKVPlans
 from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.moe.expert_slots import RoutedRows
-from baton.kernels.ops import Ops
+from baton.kernels.ops import Ops, Rows, Weight
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
@@ -73,7 +73,12 @@ class Attention:
         self.layer = layer
         self._ops = ops
 
-    def project(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    @property
+    def reader(self) -> Weight:
+        """The weight of the GEMM that alone reads the rows given to `project`."""
+        return self.qkv_QD
+
+    def project(self, x_TD: Rows, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write the tokens' K and V; returns their queries [T, A, E] and their outputs' gates, [T, A, E], if any."""
         key_NHSE, value_NHSE = inputs.pool.layer(self.layer)
         key_scale, value_scale = (None, None) if self._scales is None else self._scales

@@ -69,23 +69,26 @@ class DecoderLayer:
         self, x_TD: torch.Tensor, added_TD: torch.Tensor | None, inputs: AttentionInputs
     ) -> Pieces[tuple[torch.Tensor, torch.Tensor]]:
         """Rows x + added (x alone if None) -> rows, and what is to be added to them, all [T, D]."""
-        normed_TD, x_TD = self.attention_norm.of_sum(x_TD, added_TD)
         if isinstance(self.attention, StateMixer):
-            out_TX = yield self.attention, self.attention.project(normed_TD)
+            normed, x_TD = self.attention_norm.read_by(self.attention.reader, x_TD, added_TD, keep=True)
+            out_TX = yield self.attention, self.attention.project(normed)
             mixed_TD = self.attention.join(out_TX)
         elif inputs.dealt is None:
-            query_TAE, gate_TAE = self.attention.project(normed_TD, inputs)
+            normed, x_TD = self.attention_norm.read_by(self.attention.reader, x_TD, added_TD)
+            query_TAE, gate_TAE = self.attention.project(normed, inputs)
             mixed_TQ = yield self.attention, (query_TAE,)
             mixed_TD = self.attention.join(mixed_TQ, gate_TAE)
         else:
+            normed_TD, x_TD = self.attention_norm.of_sum(x_TD, added_TD)
             mixed_TD = normed_TD[:0]
             if not inputs.dealt.is_idle:
                 query_TAE, gate_TAE = self.attention.project(inputs.dealt.own(normed_TD), inputs)
                 mixed_TQ = yield self.attention, (query_TAE,)
                 mixed_TD = self.attention.join(mixed_TQ, gate_TAE)
             mixed_TD = inputs.dealt.shared(mixed_TD)
-        normed_TD, x_TD = self.mlp_norm.of_sum(x_TD, mixed_TD)
-        return x_TD, self.mlp(normed_TD, may_wait=inputs.may_wait, routed=inputs.routed)
+        is_sparse = isinstance(self.mlp, SparseMLP)
+        normed, x_TD = self.mlp_norm.read_by(self.mlp.reader, x_TD, mixed_TD, keep=is_sparse)
+        return x_TD, self.mlp(normed, may_wait=inputs.may_wait, routed=inputs.routed)
 
 
 class Decoder:

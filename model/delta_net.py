@@ -13,7 +13,7 @@ import torch
 from baton.kernels.delta_net.delta_net import DeltaState
 from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights
 from baton.kernels.delta_net.rows import StateRows
-from baton.kernels.ops import Ops
+from baton.kernels.ops import Ops, Rows, Weight
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
 from baton.model.delta_sizes import POOL_LAYERS
@@ -61,7 +61,12 @@ class DeltaNet(StateMixer):
         self.read_lens = num_heads * 2 * (sizes.key_dim + sizes.values_len), num_heads * 2 * sizes.num_values
         self.made_len = num_heads * sizes.values_len
 
-    def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    @property
+    def reader(self) -> Weight:
+        """The weight of the GEMM that reads the rows given to `project`; without `both_XD` another one does, too."""
+        return self.mixed_XD if self.both_XD is None else self.both_XD
+
+    def project(self, x_TD: Rows) -> tuple[torch.Tensor, ...]:
         """What the mixer reads of each row: queries, keys, values and output gates [T, X], and the state's gates."""
         if self.both_XD is None:
             return self._ops.linear(x_TD, self.mixed_XD), self._ops.linear(x_TD, self.gates_XD)

@@ -63,5 +63,6 @@ class EagleHead:
         pair_TX = torch.cat([self.embedding_norm(embedded_TD), normed_TD], dim=-1)
         query_TAE, gate_TAE = self.attention.project(pair_TX, inputs)
         mixed_TQ = yield self.attention, (query_TAE,)
-        normed_TD, x_TD = self.mlp_norm.of_sum(x_TD, self.attention.join(mixed_TQ, gate_TAE))
-        return x_TD + self.mlp(normed_TD, may_wait=inputs.may_wait)
+        mixed_TD = self.attention.join(mixed_TQ, gate_TAE)
+        normed, x_TD = self.mlp_norm.read_by(self.mlp.reader, x_TD, mixed_TD)
+        return x_TD + self.mlp(normed, may_wait=inputs.may_wait)

@@ -11,7 +11,7 @@ pool, S positions of one.
 import torch
 
 from baton.kernels.attention.decode_plan import SplitKVPlans
-from baton.kernels.ops import Ops
+from baton.kernels.ops import Ops, Rows, Weight
 from baton.kvcache.pool import KVPool
 from baton.model.attention import Attention, AttentionInputs
 from baton.model.config import ModelConfig
@@ -40,13 +40,19 @@ class LatentAttention(Attention):
         self._scale = sizes.query_dim**-0.5 * config.rope.score_factor
         self._ops = ops
 
-    def project(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, None]:
+    @property
+    def reader(self) -> Weight:
+        """The weight of the GEMM that alone reads the rows given to `project`."""
+        return self.down_XD
+
+    def project(self, x_TD: Rows, inputs: AttentionInputs) -> tuple[torch.Tensor, None]:
         """Write the tokens' rows; returns their queries [T, A, E]."""
         sizes, angles = self._sizes, (inputs.cos_TF, inputs.sin_TF)
         down_TX = self._ops.linear(x_TD, self.down_XD)
         query_TX, latent_TC, turning_TR = down_TX.tensor_split([-sizes.row_len, -sizes.rope_dim], dim=1)
         if self.query_norm is not None and self.query_up_QX is not None:
-            query_TX = self._ops.linear(self.query_norm(query_TX), self.query_up_QX)
+            normed, _ = self.query_norm.read_by(self.query_up_QX, query_TX)
+            query_TX = self._ops.linear(normed, self.query_up_QX)
         query_TAE = query_TX.unflatten(1, (-1, sizes.query_dim))
         rows_KSX, interleaved = inputs.pool.blocks(self.layer)[:, 0, 0], sizes.is_interleaved
         query_TAE = self._ops.latent_norm_rope_write(

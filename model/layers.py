@@ -18,7 +18,7 @@ from baton.kernels.moe.expert_slots import RoutedRows
 from baton.kernels.moe.gemm import Fp8ExpertWeights
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.moe import ExpertWeights
-from baton.kernels.ops import Experts, Ops, Weight
+from baton.kernels.ops import Experts, Ops, Rows, Weight
 from baton.kernels.tiles import wide_dtype
 from baton.model.checkpoint.fp8_scheme import BLOCK_LEN, Fp8Scheme, ScaleKind
 from baton.model.checkpoint.fp8_tensors import NO_FLOAT8, NO_GEMM, Fp8Tensors, why_wide
@@ -281,6 +281,14 @@ class RMSNorm:
             return self(x_TD), x_TD
         return self._ops.add_rms_norm(x_TD, added_TD, self.weight_D, self._eps, plus_one=self._plus_one)
 
+    def read_by(
+        self, reader: Weight | None, x_TD: torch.Tensor, added_TD: torch.Tensor | None = None, *, keep: bool = False
+    ) -> tuple[Rows, torch.Tensor]:
+        """The same, with the norm in the form in which the GEMM of `reader` takes it; others read it if `keep`."""
+        return self._ops.norm_read_by(
+            reader, x_TD, added_TD, self.weight_D, self._eps, plus_one=self._plus_one, keep=keep
+        )
+
 
 class MLP:
     """SwiGLU with gate and up projections in one GEMM."""
@@ -291,13 +299,18 @@ class MLP:
         self.down_DI = source.take_linear(down)
         self._ops = ops
 
-    def __call__(self, x_TD: torch.Tensor, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
+    @property
+    def reader(self) -> Weight:
+        """The weight of the GEMM that alone reads the rows."""
+        return self.gate_up_JD
+
+    def __call__(self, x_TD: Rows, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
         """[T, D] -> [T, D]; never waits for the device, whatever `may_wait` allows. `routed` is not used."""
         return self.go_on(self._ops.linear(x_TD, self.gate_up_JD))
 
     def go_on(self, gate_up_TJ: torch.Tensor) -> torch.Tensor:
         """Continue after the first GEMM, [T, J] -> [T, D]."""
-        return self._ops.linear_inner(self._ops.silu_mul(gate_up_TJ), self.down_DI)
+        return self._ops.linear_inner(self._ops.silu_mul_read_by(self.down_DI, gate_up_TJ), self.down_DI)
 
 
 def joined(*weights: Weight) -> torch.Tensor | None:

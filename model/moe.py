@@ -8,7 +8,7 @@ wide dtype from the hidden states on, is `DeepseekV3TopkRouter`'s.
 import torch
 
 from baton.kernels.moe.expert_slots import ExpertSlots, RoutedRows
-from baton.kernels.ops import Ops
+from baton.kernels.ops import Ops, Rows, Weight, plain
 from baton.model.config import ModelConfig
 from baton.model.layers import MLP, WeightSource, joined
 from baton.model.tensor_spec import router_bias
@@ -45,9 +45,14 @@ class SparseMLP:
         self._renormalise = config.renormalise_experts
         self._ops = ops
 
-    def __call__(self, x_TD: torch.Tensor, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
+    @property
+    def reader(self) -> Weight | None:
+        """The weight of the shared expert's first GEMM, which reads the rows beside others; None: there is none."""
+        return None if self.shared is None else self.shared.mlp.reader
+
+    def __call__(self, x: Rows, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
         """[T, D] -> [T, D]; the host may wait for the device only if `may_wait`. Needs `routed` if experts may move."""
-        gate_up_TJ = None
+        x_TD, gate_up_TJ = plain(x), None
         if self.both_ND is None:
             linear = self._ops.linear if self._routing is None else self._ops.linear_wide
             logits_TE = linear(x_TD, self.router_ED)
@@ -65,7 +70,7 @@ class SparseMLP:
             assert routed is not None
             expert_TK = self.slots.place(expert_TK, routed)
         mixed_TD = self._ops.experts(x_TD, weight_TK, expert_TK, self.experts, may_wait)
-        return mixed_TD if self.shared is None else self.shared.add_to(mixed_TD, x_TD, gate_up_TJ)
+        return mixed_TD if self.shared is None else self.shared.add_to(mixed_TD, x, gate_up_TJ)
 
 
 class _SharedExpert:
@@ -77,15 +82,13 @@ class _SharedExpert:
         self.gate_1D = source.take(f"{prefix}_gate.weight") if config.sigmoid_routing is None else None
         self._ops = ops
 
-    def add_to(
-        self, mixed_TD: torch.Tensor, x_TD: torch.Tensor, gate_up_TJ: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Sum of the experts' output and this one's for the tokens x [T, D], rounded once: [T, D].
+    def add_to(self, mixed_TD: torch.Tensor, x: Rows, gate_up_TJ: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum of the experts' output and this one's for the tokens, [T, D], rounded once: [T, D].
 
         Args:
             mixed_TD: the experts' output.
-            x_TD: the tokens.
+            x: the tokens.
             gate_up_TJ: output of this one's first GEMM, if already computed.
         """
-        shared_TD = self.mlp(x_TD, may_wait=False) if gate_up_TJ is None else self.mlp.go_on(gate_up_TJ)
-        return self._ops.add_shared(mixed_TD, shared_TD, x_TD, self.gate_1D)
+        shared_TD = self.mlp(x, may_wait=False) if gate_up_TJ is None else self.mlp.go_on(gate_up_TJ)
+        return self._ops.add_shared(mixed_TD, shared_TD, plain(x), self.gate_1D)

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from baton.kernels.delta_net.rows import StateRows
+from baton.kernels.ops import Rows, Weight
 from baton.kvcache.pool import KVPool
 from baton.model.attention import AttentionInputs
 from baton.model.inputs import AttentionBatch, DecodeBatch, MixedBatch, PrefillBatch
@@ -29,8 +30,13 @@ class StateMixer(ABC):
     read_lens: tuple[int, ...]
     made_len: int
 
+    @property
     @abstractmethod
-    def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def reader(self) -> Weight:
+        """The weight of the GEMM that reads the rows given to `project`; others may, too."""
+
+    @abstractmethod
+    def project(self, x_TD: Rows) -> tuple[torch.Tensor, ...]:
         """What the mixer reads of each row."""
 
     @abstractmethod

@@ -3,7 +3,8 @@
     C[m, n] = sum over groups g of  scale_A[g, m] * scale_W[n / 128, g] * (A[m, g] . W[n, g])
 
 The tensor cores compute each group's dot product, which is scaled and added in float32. `gemm_fp8` takes quantized
-activations; `linear_fp8` takes bfloat16 activations and quantizes them in the same call, to the same bits.
+activations; `linear_fp8` takes bfloat16 activations and quantizes them in the same call, to the same bits. Where it
+takes a launch for that (`num_quantized`), what makes the activations can do it instead, for `linear_quantized`.
 
 For few rows the operands may be swapped (`swap_ab`). Where the table or the rule says so, the library computes GEMMs of
 many rows (`kernels.gemm.scaled_mm`). On Hopper few rows may use a kernel of their own
@@ -40,7 +41,13 @@ from baton.kernels.gemm.fp8_plan import (
     size_of,
 )
 from baton.kernels.gemm.fp8_weight import Fp8Weight
-from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, dequantize_fp8, quantize_fp8_reference, quantize_unchecked
+from baton.kernels.gemm.quantize_fp8 import (
+    GROUP_LEN,
+    Fp8Rows,
+    dequantize_fp8,
+    quantize_fp8_reference,
+    quantize_unchecked,
+)
 from baton.kernels.gemm.scaled_mm import LIBRARY, ROWS_MULTIPLE
 from baton.kernels.gemm.workspace import MAX_TILES, GemmWorkspace, default_workspace
 from baton.kernels.implementation import Implementation, uses_triton
@@ -151,9 +158,7 @@ def linear_fp8(
         require_tensor("x_MK", x_MK, [None, weight.num_inputs], dtypes, weight.values_NK.device)
         require_rows("x_MK", x_MK)
         _check_others(out_MN, len(x_MK), weight, num_sms, swap_ab)
-        can_tma = gemm_fp8_hopper_triton.fits(weight)
-        way = _way("linear_fp8", len(x_MK), weight, swap_ab, num_sms, invariant, plan, implementation, can_tma)
-        _LINEARS.keep(key, way)
+        way = _LINEARS.keep(key, _linear_way(len(x_MK), weight, swap_ab, num_sms, invariant, plan, implementation))
     if way.is_empty:
         return _out(out_MN, 0, weight).to(x_MK.dtype)
     num_rows, plan = len(x_MK), way.plan
@@ -161,7 +166,7 @@ def linear_fp8(
         a_MK, scales_GM = quantize_fp8_reference(x_MK, ue8m0=ue8m0)
         gemm_MN = gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant, out_dtype=x_MK.dtype)
         return gemm_MN if out_MN is None else out_MN.copy_(gemm_MN)
-    if plan is not None and plan.fused:
+    if plan is not None and not way.pad_to:
         out_MN = _out(out_MN, num_rows, weight)
         if plan.vector:
             linear_vector_triton.launch(x_MK, weight, out_MN, ue8m0=ue8m0)
@@ -169,9 +174,55 @@ def linear_fp8(
         counters = (workspace or default_workspace(x_MK.device)).counters
         gemm_fp8_triton.launch(x_MK, None, weight, out_MN, plan, counters, ue8m0=ue8m0, num_sms=num_sms)
         return out_MN
-    pad_to = ROWS_MULTIPLE if plan is None else 1
-    a_MK, scales_GM = quantize_unchecked(x_MK, ue8m0=ue8m0, pad_to=pad_to)
+    a_MK, scales_GM = quantize_unchecked(x_MK, ue8m0=ue8m0, pad_to=way.pad_to)
     return _multiplied(a_MK, scales_GM, weight, num_rows, out_MN, plan, num_sms, workspace)
+
+
+def num_quantized(
+    num_rows: int,
+    weight: Fp8Weight,
+    *,
+    invariant: bool = False,
+    implementation: Implementation = Implementation.AUTO,
+) -> int | None:
+    """Number of rows, with padding, that `linear_fp8` quantizes in a launch of its own; None: it has no such launch."""
+    key = num_rows, signature(weight.values_NK), invariant, implementation
+    way = _ROWS.find(key)
+    if way is None:
+        way = _linear_way(num_rows, weight, SwapAB.AUTO, None, invariant, None, implementation)
+        _ROWS.keep(key, way)
+    return -(-num_rows // way.pad_to) * way.pad_to if way.pad_to else None
+
+
+def linear_quantized(
+    rows: Fp8Rows,
+    weight: Fp8Weight,
+    *,
+    invariant: bool = False,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """Compute `linear_fp8` of rows that are quantized already, and as many as `num_quantized` says, to the same bits.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit.
+    """
+    key = (
+        signature(rows.values_RK), signature(rows.scales_GR), rows.num_rows, signature(weight.values_NK), invariant,
+        implementation,
+    )  # fmt: skip
+    way = _QUANTIZED.find(key)
+    if way is None:
+        num_padded = num_quantized(rows.num_rows, weight, invariant=invariant, implementation=implementation)
+        require(num_padded is not None, "rows", "are quantized, which the GEMM does by itself")
+        device = weight.values_NK.device
+        require_tensor("values_RK", rows.values_RK, [num_padded, weight.num_inputs], [torch.float8_e4m3fn], device)
+        require_rows("values_RK", rows.values_RK)
+        groups = weight.num_inputs // GROUP_LEN
+        require_tensor("scales_GR", rows.scales_GR, [groups, num_padded], [torch.float32], device)
+        require_rows("scales_GR", rows.scales_GR)
+        way = _linear_way(rows.num_rows, weight, SwapAB.AUTO, None, invariant, None, implementation)
+        _QUANTIZED.keep(key, way)
+    return _multiplied(rows.values_RK, rows.scales_GR, weight, rows.num_rows, None, way.plan, None, None)
 
 
 def gemm_fp8_reference(
@@ -202,9 +253,32 @@ class _Way:
     in_triton: bool
     plan: GemmPlan | None
 
+    @property
+    def pad_to(self) -> int:
+        """Multiple to which `linear_fp8` pads rows as a launch quantizes them; 0: there is no launch for that."""
+        if not self.in_triton or (self.plan is not None and self.plan.fused):
+            return 0
+        return ROWS_MULTIPLE if self.plan is None else 1
+
 
 _GEMMS: Memo[_Way] = Memo()
 _LINEARS: Memo[_Way] = Memo()
+_ROWS: Memo[_Way] = Memo()
+_QUANTIZED: Memo[_Way] = Memo()
+
+
+def _linear_way(
+    num_rows: int,
+    weight: Fp8Weight,
+    swap_ab: SwapAB | str,
+    num_sms: int | None,
+    invariant: bool,
+    plan: GemmPlan | None,
+    implementation: Implementation,
+) -> _Way:
+    """Choose for `linear_fp8`, by nothing of its rows but how many there are."""
+    can_tma = gemm_fp8_hopper_triton.fits(weight)
+    return _way("linear_fp8", num_rows, weight, swap_ab, num_sms, invariant, plan, implementation, can_tma)
 
 
 def _way(

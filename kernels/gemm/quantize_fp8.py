@@ -7,9 +7,11 @@ T], as the GEMMs that read them require.
 Special values: a NaN stays NaN and does not affect the scale of its group; an infinity makes its group NaN once it is
 dequantized; a group of zeros gets a tiny scale. Padding rows are zeros with scale 1. K must be a multiple of 128.
 
-Legend: T rows, K columns, G groups.
+Legend: T rows, R rows including padding, K columns, G groups.
 Source: the 1 x 128 scheme of DeepSeek-V3 (section 3.3); e8m0 scales as in OCP's microscaling formats.
 """
+
+from dataclasses import dataclass
 
 import torch
 
@@ -22,6 +24,23 @@ GROUP_LEN = 128
 LARGEST = 448.0
 TINIEST = 1e-10  # lower bound of a group's largest element
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Rows:
+    """Rows that whatever made them has quantized, for the GEMM that reads them: R of them, T and padding.
+
+    Attributes:
+        values_RK: float8 [R, K].
+        scales_GR: float32 [K / 128, R].
+        num_rows: T.
+        plain_TK: the rows before they were quantized, for others that read them; None: there are none.
+    """
+
+    values_RK: torch.Tensor
+    scales_GR: torch.Tensor
+    num_rows: int
+    plain_TK: torch.Tensor | None = None
 
 
 def quantize_fp8(

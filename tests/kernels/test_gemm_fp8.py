@@ -9,7 +9,7 @@ from baton.core.errors import KernelArgumentInvalid
 from baton.kernels import tuning
 from baton.kernels.gemm import fp8 as module
 from baton.kernels.gemm import fp8_triton as gemm_fp8_triton
-from baton.kernels.gemm.fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8
+from baton.kernels.gemm.fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8, linear_quantized, num_quantized
 from baton.kernels.gemm.fp8_hopper_triton import is_form, num_counters, programs_at_once
 from baton.kernels.gemm.fp8_plan import (
     TABLES,
@@ -24,9 +24,10 @@ from baton.kernels.gemm.fp8_plan import (
     splits_of,
 )
 from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
-from baton.kernels.gemm.quantize_fp8 import dequantize_fp8, quantize_fp8
+from baton.kernels.gemm.quantize_fp8 import Fp8Rows, dequantize_fp8, quantize_fp8
 from baton.kernels.gemm.workspace import GemmWorkspace, default_workspace
 from baton.kernels.implementation import Implementation
+from baton.kernels.memo import Memo
 from baton.tests.kernels.harness import Guards, assert_deterministic, bits, poison, relative_error, same_bits, strided
 
 TRITON = Implementation.TRITON
@@ -403,6 +404,30 @@ def test_what_the_library_pads_is_cut_off(monkeypatch):
     monkeypatch.setattr(module, "_chosen", lambda *_: None)
     monkeypatch.setattr(module.LIBRARY, "gemm", gemm_fp8_reference)
     assert torch.equal(bits(linear_fp8(x, weight, implementation=TRITON)), bits(linear_fp8(x, weight)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "counts"),
+    [(None, {1: 4, 4: 4, 5: 8}), (GemmPlan(BM=16, BN=64), {1: 1, 5: 5}), (GemmPlan(fused=True), {1: None, 5: None})],
+)
+def test_rows_that_come_quantized_are_as_many_as_the_call_makes_and_give_its_bits(plan, counts, monkeypatch):
+    """The library's are padded, and none are where each program quantizes for itself."""
+    for memo in ("_LINEARS", "_ROWS", "_QUANTIZED"):
+        monkeypatch.setattr(module, memo, Memo())
+    monkeypatch.setattr(module, "_chosen", lambda *_: plan)
+    monkeypatch.setattr(module.LIBRARY, "gemm", gemm_fp8_reference)
+    for num_rows, wanted in counts.items():
+        x, weight = data(num_rows, 64, 256)
+        num_padded = num_quantized(num_rows, weight, implementation=TRITON)
+        assert num_padded == wanted
+        rows = Fp8Rows(*quantize_fp8(x, pad_to=num_padded or 1), num_rows)
+        if num_padded is None:
+            with pytest.raises(KernelArgumentInvalid, match="by itself"):
+                linear_quantized(rows, weight, implementation=TRITON)
+        else:
+            found = linear_quantized(rows, weight, implementation=TRITON)
+            assert same_bits(found, linear_fp8(x, weight, implementation=TRITON))
+    assert num_quantized(5, weight) is None, "the reference takes wide rows"
 
 
 @pytest.mark.fast

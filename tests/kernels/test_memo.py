@@ -10,9 +10,9 @@ import torch
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.attention.decode import attention_decode
 from baton.kernels.attention.prefill import attention_prefill
-from baton.kernels.gemm.fp8 import gemm_fp8, linear_fp8
+from baton.kernels.gemm.fp8 import gemm_fp8, linear_fp8, linear_quantized
 from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
-from baton.kernels.gemm.quantize_fp8 import quantize_fp8
+from baton.kernels.gemm.quantize_fp8 import Fp8Rows, quantize_fp8
 from baton.kernels.implementation import Implementation
 from baton.kernels.memo import Memo, open_signature, signature
 from baton.kernels.mla.norm_rope_write import latent_norm_rope_write
@@ -214,6 +214,19 @@ def linear():
     return linear_fp8, right, {"num_sms": [-1], "weight": [quantize_weight(tensor(256, 128)), other]}
 
 
+def quantized():
+    """There is no reference: rows are quantized for Triton alone."""
+
+    def multiplied(values_RK, scales_GR, num_rows, weight, implementation):
+        rows = Fp8Rows(values_RK, scales_GR, num_rows)
+        return linear_quantized(rows, weight, invariant=True, implementation=Implementation.TRITON)
+
+    values_RK, scales_GR = quantize_fp8(tensor(4, 256))
+    right = {"values_RK": values_RK, "scales_GR": scales_GR, "num_rows": 4, "weight": quantize_weight(tensor(64, 256))}
+    wrong = {"num_rows": [0, 3, 5], "weight": [quantize_weight(tensor(256, 128))]}
+    return multiplied, right, wrong
+
+
 def bent(value):
     """What fits in nothing: of other dtypes, shapes, strides and devices."""
     yield value.to(torch.int16)
@@ -235,12 +248,12 @@ MODULES = ("attention.decode", "attention.prefill", "gemm.fp8", "moe.gemm", "moe
 def forget():
     found = [importlib.import_module(f"baton.kernels.{name}") for name in MODULES]
     memos = [value for module in found for value in vars(module).values() if isinstance(value, Memo)]
-    assert len(memos) == len(MODULES) + 2
+    assert len(memos) == len(MODULES) + 4
     for memo in memos:
         memo._kept.clear()
 
 
-CASES = (rms_norm, silu_mul, gated, shared, qk, latents, decode, prefill, experts, topk, gemm, linear)
+CASES = (rms_norm, silu_mul, gated, shared, qk, latents, decode, prefill, experts, topk, gemm, linear, quantized)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
