@@ -101,7 +101,9 @@ MODELS = {
     "five": ("qwen3-8b", {"num_attention_heads": 5, "num_key_value_heads": 1}, {}, 2, None),
     "odd": ("qwen3-8b", {"vocab_size": 1001}, FP8, 1, None),
     "hybrid": ("qwen3.5-35b-a3b", HYBRID, {}, 2, None),
+    "hybrid float8": ("qwen3.5-35b-a3b", HYBRID, FP8, 1, None),
     "latent": ("deepseek-v3", LATENT, {}, 2, None),
+    "latent float8": ("deepseek-v3", LATENT, FP8, 1, None),
     "not warmed": ("qwen3-8b", {}, FP8, 1, None),
     "ordered": ("qwen3-8b", {"vocab_size": 40_000}, INVARIANT, 1, None),  # of a head unlike any other GEMM
     "held": ("qwen3-30b-a3b", EXPERTS, HELD, 1, None),
