@@ -138,10 +138,10 @@ def linear_vector(
 def linear_fast(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: Implementation) -> torch.Tensor:
     """Compute X W^T by `linear_vector` or `linear_split` where these apply and are faster, else by the library."""
     (num_tokens, num_inputs), num_outputs = x_TK.shape, len(weight_NK)
-    if x_TK.dtype in _KERNEL_DTYPES and num_inputs % linear_split_triton.STEP == 0 and _is_aligned(weight_NK):
+    if _are_read_in_steps(x_TK, weight_NK):
         if vector_plan.is_quicker(num_tokens, num_outputs, num_inputs, is_fp8=False):
             return linear_vector(x_TK, weight_NK, implementation=implementation)
-        if num_tokens <= linear_split_triton.MAX_TOKENS and num_outputs <= linear_split_triton.MAX_OUTPUTS:
+        if _are_few(num_tokens, num_outputs):
             return linear_split(x_TK, weight_NK, implementation=implementation)
     return linear(x_TK, weight_NK)
 
@@ -151,12 +151,10 @@ def linear_wide(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: 
 
     Tensor cores add products of bfloat16 and float16 in float32, so operands need not be widened.
     """
-    is_narrow, (num_tokens, num_inputs) = x_TK.dtype in _KERNEL_DTYPES, x_TK.shape
     wide = wide_dtype(x_TK.dtype)
-    is_few = num_tokens <= linear_split_triton.MAX_TOKENS and len(weight_NK) <= linear_split_triton.MAX_OUTPUTS
-    if is_narrow and is_few and num_inputs % linear_split_triton.STEP == 0 and _is_aligned(weight_NK):
+    if _are_read_in_steps(x_TK, weight_NK) and _are_few(len(x_TK), len(weight_NK)):
         return linear_split(x_TK, weight_NK, out_dtype=wide, implementation=implementation)
-    if is_narrow and x_TK.device.type == "cuda":
+    if x_TK.dtype in _KERNEL_DTYPES and x_TK.device.type == "cuda":
         return torch.mm(x_TK, weight_NK.t(), out_dtype=wide)
     return linear(x_TK.to(wide), weight_NK.to(wide))
 
@@ -169,6 +167,15 @@ def _require_operands(x_TK: torch.Tensor, weight_NK: torch.Tensor, implementatio
     require_tensor("weight_NK", weight_NK, (None, x_TK.shape[1]), (x_TK.dtype,), x_TK.device)
     require_rows("weight_NK", weight_NK)
     return with_triton
+
+
+def _are_read_in_steps(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> bool:
+    is_whole = x_TK.dtype in _KERNEL_DTYPES and x_TK.shape[1] % linear_split_triton.STEP == 0
+    return is_whole and _is_aligned(weight_NK)
+
+
+def _are_few(num_tokens: int, num_outputs: int) -> bool:
+    return num_tokens <= linear_split_triton.MAX_TOKENS and num_outputs <= linear_split_triton.MAX_OUTPUTS
 
 
 def _is_aligned(weight_NK: torch.Tensor) -> bool:

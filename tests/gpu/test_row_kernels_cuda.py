@@ -14,7 +14,7 @@ from baton.kernels.pointwise.rms_norm import rms_norm_fused
 from baton.kernels.pointwise.rope import rope_angles, rope_inverse_frequencies
 from baton.kernels.pointwise.sigmoid_gate import add_shared, gate_output
 from baton.kernels.pointwise.silu_mul import silu_mul_fused
-from baton.tests.kernels.harness import Guards, same_bits
+from baton.tests.kernels.harness import Guards, poison, same_bits
 from baton.tests.kernels.test_fused_copy import noise
 
 pytestmark = pytest.mark.gpu
