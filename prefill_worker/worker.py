@@ -57,7 +57,7 @@ def error_of(event: Denied) -> BatonError:
     if event.reason == kv_pb2.Deny.TOO_LONG and event.detail.startswith(STAGING_KEY):
         return HandoffTooLong(f"the decode worker cannot take the hand-off: {event.detail}")
     if event.reason == kv_pb2.Deny.TOO_LONG:
-        return PromptTooLong(f"the decode worker's pool is too small: {event.detail}")
+        return PromptTooLong(f"the prompt is too long: the decode worker's pool is too small: {event.detail}")
     error = TransferFailed(f"the decode worker refused the incoming transfer: {event.detail}")
     if event.reason == kv_pb2.Deny.LAYOUT:
         error.fields["pair_refused"] = event.detail  # the router does not pair these two any more

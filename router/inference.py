@@ -29,7 +29,7 @@ from baton.core.requests.answer_structure import MAX_GRAMMAR_BYTES
 from baton.core.requests.answer_text import AnswerText
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES, SamplingParams
-from baton.core.requests.validate import RequestLimits, validate_request
+from baton.core.requests.validate import RequestLimits, require_room, validate_request
 from baton.core.telemetry.logs import shown
 from baton.core.telemetry.span import INCOMING, Tracer, from_metadata
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
@@ -456,7 +456,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return
         limit_bytes = self.max_request_bytes()
         if num_bytes > limit_bytes:
-            message = f"the request has {num_bytes} bytes; this deployment reads at most {limit_bytes}"
+            message = f"the prompt is too long: {num_bytes} bytes with its options; at most {limit_bytes} are read here"
             raise PromptTooLong(message, num_bytes=num_bytes, limit_bytes=limit_bytes)
 
     def max_request_bytes(self) -> int:
@@ -474,10 +474,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             case "token_ids":
                 if asked.HasField("truncate_prompt_tokens"):
                     return asked.token_ids.ids[-limits.max_model_len :]  # the model reads no more
-                num = len(asked.token_ids.ids)
-                if num >= limits.max_model_len:
-                    message = f"the prompt has {num} tokens; the model's length is {limits.max_model_len}"
-                    raise PromptTooLong(message, length=num, limit=limits.max_model_len)
+                require_room(len(asked.token_ids.ids), limits.max_model_len)
                 return tuple(asked.token_ids.ids)
         raise EmptyPrompt("the request holds neither a text nor token ids")
 

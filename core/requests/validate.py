@@ -6,6 +6,7 @@ about load: a request that fits an idle deployment passes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from baton.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from baton.core.requests.request import GenerationRequest
@@ -57,18 +58,18 @@ def validate_request(
     if prompt_len == 0:
         raise EmptyPrompt("the prompt holds no token", field="prompt")
     if limits.max_prompt_len is not None:
-        _require_len(prompt_len, limits.max_prompt_len, "the prompt", "exceeds this deployment's max_prompt_tokens,")
-    _require_len(prompt_len, limits.max_model_len - 1, "the prompt", "leaves no room for an answer within the model's")
-    _require_len(prompt_len, limits.prefill_capacity_len, "the prompt", "exceeds a prefill worker's whole pool of")
+        _require_prompt(prompt_len, limits.max_prompt_len, f"max_prompt_tokens here is {limits.max_prompt_len}")
+    require_room(prompt_len, limits.max_model_len)
+    pool_len = limits.prefill_capacity_len
+    _require_prompt(prompt_len, pool_len, f"a prefill worker's whole pool holds {pool_len}")
     if sampling_is_checked:
         sampling.validate_lengths()
     else:
         sampling.validate(limits.vocab_size)
-    total_len = prompt_len - num_forced + sampling.max_tokens
-    _require_len(total_len, limits.max_model_len, "prompt and max_tokens", "exceed the model's")
-    decode_len = total_len + limits.num_draft_tokens
-    what = "prompt, max_tokens and drafts"
-    _require_len(decode_len, limits.decode_capacity_len, what, "exceed a decode worker's whole pool of")
+    lens = prompt_len - num_forced, sampling.max_tokens
+    _require_total(*lens, limits.max_model_len, _CONTEXT.format(limits.max_model_len))
+    pool_len = limits.decode_capacity_len - limits.num_draft_tokens
+    _require_total(*lens, pool_len, f"a decode worker's whole pool holds {pool_len} besides drafts")
     if tokens_are_known or (max(prompt_token_ids) < limits.vocab_size and min(prompt_token_ids) >= 0):
         return
     for position, token_id in enumerate(prompt_token_ids):
@@ -96,6 +97,26 @@ def validate_attempt(request: GenerationRequest, limits: RequestLimits) -> None:
         raise InvalidRequest(f"choice {request.choice} of {request.sampling.n}", field="choice", value=request.choice)
 
 
-def _require_len(length: int, limit: int, what: str, why: str) -> None:
+def require_room(prompt_len: int, max_model_len: int) -> None:
+    """Check that the model's length leaves room for an answer behind a prompt.
+
+    Raises:
+        PromptTooLong: it does not.
+    """
+    _require_prompt(prompt_len, max_model_len - 1, f"{_CONTEXT.format(max_model_len)}, with the answer")
+
+
+# litellm and agents learn from these words that a shorter prompt would be served: "prompt is too long", "this model's
+# maximum context length is 3 tokens", and "exceed context limit: 1 + 2 > 3", of which they compute `max_tokens`.
+_CONTEXT: Final = "this model's maximum context length is {} tokens"
+
+
+def _require_prompt(length: int, limit: int, why: str) -> None:
     if length > limit:
-        raise PromptTooLong(f"{what} of {length} positions {why} {limit}", length=length, limit=limit)
+        raise PromptTooLong(f"the prompt is too long: it has {length} tokens; {why}", length=length, limit=limit)
+
+
+def _require_total(prompt_len: int, max_tokens: int, limit: int, why: str) -> None:
+    if prompt_len + max_tokens > limit:
+        what = f"input length and `max_tokens` exceed context limit: {prompt_len} + {max_tokens} > {limit}"
+        raise PromptTooLong(f"{what}; {why}", length=prompt_len + max_tokens, limit=limit)

@@ -5,10 +5,11 @@ from typing import Any, ClassVar, Final
 
 from pydantic import Field
 
-from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidRequest, InvalidSampling, PromptTooLong
+from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidRequest, InvalidSampling
 from baton.core.requests.request import GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES
 from baton.core.requests.tokenizer import TokenStream
+from baton.core.requests.validate import require_room
 from baton.proto import inference_pb2, wire
 from baton.router.access.message_limits import check_num_answers
 from baton.router.openai.front import Forms, Front
@@ -297,9 +298,7 @@ def _request(prompt: Prompt, asked: CompletionRequest, job: ReadingJob) -> infer
         return request
     if asked.truncate_prompt_tokens is not None:
         prompt = prompt[-job.max_model_len :]  # the model reads no more
-    if len(prompt) > job.max_model_len:
-        message = f"the prompt has {len(prompt)} tokens; the model's length is {job.max_model_len}"
-        raise PromptTooLong(message, length=len(prompt), limit=job.max_model_len)
+    require_room(len(prompt), job.max_model_len)
     try:
         request.token_ids.ids.extend(prompt)
     except ValueError as error:

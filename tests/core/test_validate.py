@@ -30,9 +30,11 @@ def test_each_limit_is_the_one_named():
         max_model_len=100, vocab_size=50, num_draft_tokens=2, prefill_capacity_len=500, decode_capacity_len=500
     )
     validate_request([1] * 99, SamplingParams(max_tokens=1), wide)
-    with pytest.raises(PromptTooLong, match="prompt and max_tokens"):
+    with pytest.raises(PromptTooLong, match=r"`max_tokens` exceed context limit: 99 \+ 2 > 100; .* is 100 tokens$"):
         validate_request([1] * 99, SamplingParams(max_tokens=2), wide)
-    with pytest.raises(PromptTooLong, match="the prompt"):
+    with pytest.raises(
+        PromptTooLong, match=r"prompt is too long: it has 100 tokens; .* is 100 tokens, with the answer$"
+    ):
         validate_request([1] * 100, SamplingParams(max_tokens=1), wide)
 
 

@@ -262,7 +262,7 @@ async def test_bad_requests_are_named_and_reach_no_worker():
         await refused(PromptTooLong, "x" * 200)
         await refused(PromptTooLong, "x" * 161, sampling=SamplingParams(max_tokens=1))
         error = await refused(PromptTooLong, "x" * 100, sampling=SamplingParams(max_tokens=59))
-        assert error.fields == {"length": 161, "limit": 160}
+        assert error.fields == {"length": 159, "limit": 158}
         await refused(PromptTooLong, "x", sampling=SamplingParams(max_tokens=2**31 - 1))
         assert not any(worker.seen for worker in running.workers)
         status = await client.status()

@@ -11,7 +11,7 @@ from baton.core.errors import BatonError, NoWorker, Overloaded, RequestDeadlineE
 from baton.router.attempt.migration import MigrationConfig
 from baton.router.openai import reply as reply_module
 from baton.router.openai.reply import error_data, error_headers
-from baton.tests.router.openai.served import MODEL, sent_to, served
+from baton.tests.router.openai.served import MAX_MODEL_LEN, MODEL, sent_to, served
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
 HI = [{"role": "user", "content": "hi"}]
@@ -132,6 +132,41 @@ async def test_what_a_client_can_do_wrong():
         assert running.router.metrics.total("requests_failed") == len(BAD) + 5 + 9 + 1
         status, fields, _ = await post(running.url, FAR, CHAT | {"max_token": 3, "user": "me", "best_of": 1, "a b": 1})
         assert (status, fields["x-baton-ignored"]) == (200, "max_token")
+
+
+@pytest.mark.parametrize("path", [FAR, "/v1/completions", "/v1/messages", "/v1/responses"])
+async def test_clients_learn_that_a_request_is_too_long(path):
+    """litellm, and so aider, searches the message for these words; Claude Code computes a smaller `max_tokens`."""
+    is_responses, is_completion = path.endswith("responses"), path == "/v1/completions"
+    limit = "max_output_tokens" if is_responses else "max_tokens"
+    longest = f"this model's maximum context length is {MAX_MODEL_LEN} tokens"
+
+    def asked(text, num):
+        prompt = {"input": text} if is_responses else {"prompt": text} if is_completion else {}
+        return {limit: num} | (prompt or {"messages": [{"role": "user", "content": text}]})
+
+    async with served() as (running, _):
+        bodies = [asked("long " * 1000, 1), asked("long " * 500_000, 1), asked("hi", 5000)]
+        if is_completion:
+            bodies += [asked([1] * MAX_MODEL_LEN, 1), asked([1] * (2 * MAX_MODEL_LEN), 1)]
+        for body in bodies:
+            status, _, data = await post(running.url, path, body)
+            error = data["error"]
+            assert (status, error["code"]) == (400, "context_length_exceeded")
+            if body[limit] == 1:
+                assert error["message"].startswith("the prompt is too long: ")
+                assert longest in error["message"] or "bytes" in error["message"]
+            else:
+                found = re.match(
+                    r"input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+); ", error["message"]
+                )
+                assert found and (int(found[2]), int(found[3])) == (5000, MAX_MODEL_LEN)
+                assert error["message"].endswith(longest)
+                room = MAX_MODEL_LEN - int(found[1])
+                status, _, _ = await post(running.url, path, asked("hi", room))
+                assert status == 200
+        status, _, _ = await post(running.url, path, asked("hi", room + 1))
+        assert status == 400
 
 
 async def test_an_error_names_every_wrong_token_and_the_size_of_the_vocabulary():
