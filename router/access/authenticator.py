@@ -16,18 +16,17 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from baton.core.errors import AccessRefused, BatonError, Overloaded, PermissionDenied, Unauthenticated
+from baton.core.errors import AccessRefused, BatonError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from baton.core.handshakes import Handshakes
 from baton.core.requests.sampling import MAX_CHOICES
 from baton.proto import wire
 from baton.router.access.api_keys import ApiKeys, KeyEntry, Principal
-from baton.router.access.quota import Account, ConnectionsHeld, Quota, holding
+from baton.router.access.quota import Account, ConnectionsHeld, Quota, holding, require_room
 from baton.router.access.security import ClientLimits, SecurityMetrics
 
-RETRY_AFTER_S: Final = 1.0
 SAY_EVERY_S: Final = 10.0  # a refusal of each kind is logged at most this often; all are counted
 ANYBODY: Final = Principal("", "")
-COUNTED: Final = ("streams_per_tenant", "queued_tokens", "header_bytes", "connections")
+COUNTED: Final = ("streams_per_tenant", "streams_per_connection", "queued_tokens", "header_bytes", "connections")
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +116,7 @@ class Authenticator:
                 open.
 
         Raises:
+            InvalidRequest: the call alone exceeds a limit of the tenant or the connection.
             Overloaded: the tenant or the connection is at its limit.
         """
         quota = self.quota_of(principal)
@@ -127,7 +127,7 @@ class Authenticator:
             account.check_answers(num_answers, quota)
             if connection:
                 num, limit = self._num_of_connection[connection], self._limits.max_streams_per_connection
-                self._require(num + num_answers - 1, limit, "streams_per_connection", "connection")
+                require_room(num, num_answers, limit, "connection", "answers", "streams_per_connection")
             with (
                 self.connections.used(owner, connection if is_grpc else "", quota.max_connections),
                 holding(account, quota, num_answers, num_header_bytes),
@@ -139,7 +139,7 @@ class Authenticator:
                     self._num_of_connection[connection] -= num_answers
                     if not self._num_of_connection[connection]:
                         del self._num_of_connection[connection]
-        except Overloaded as error:
+        except (InvalidRequest, Overloaded) as error:
             if error.fields.get("what") in COUNTED:
                 self.count(error, str(error.fields["what"]))
             raise
@@ -160,13 +160,6 @@ class Authenticator:
             max_header_bytes=limits.max_header_bytes_per_tenant,
         )
         return common if principal is None else common.within(principal.quota)
-
-    def _require(self, num: int, limit: int | None, what: str, owner: str) -> None:
-        if limit is not None and num >= limit:
-            message = f"this {owner} has {num} answers streaming, the limit; try again in {RETRY_AFTER_S:g} s"
-            error = Overloaded(message, limit=limit, what=what, retry_after_s=RETRY_AFTER_S)
-            self.count(error, what)
-            raise error
 
     def count(self, error: BatonError, reason: str) -> None:
         """Count a refusal, and log it unless one of its kind was logged recently."""

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
 
-from baton.core.errors import Overloaded, PermissionDenied
+from baton.core.errors import InvalidRequest, Overloaded, PermissionDenied
 from baton.router.admission.admission import HIGH, NORMAL
 
 RETRY_AFTER_S: Final = 1.0
@@ -72,27 +72,27 @@ class Account:
         """Check that the quota allows `num` more answers.
 
         Raises:
-            Overloaded: it does not.
+            InvalidRequest, Overloaded: as for `require_room`.
         """
-        _require(self.num_answers, num, quota.max_answers, f"{self._owner} has", "answers", "streams_per_tenant")
+        require_room(self.num_answers, num, quota.max_answers, self._owner, "answers", "streams_per_tenant")
 
     def check_header_bytes(self, num: int, quota: Quota) -> None:
         """Check that the quota allows a call with `num` more bytes of headers.
 
         Raises:
-            Overloaded: it does not.
+            InvalidRequest, Overloaded: as for `require_room`.
         """
         limit = quota.max_header_bytes
-        _require(self.num_header_bytes, num, limit, f"{self._owner} has", "bytes of headers", "header_bytes")
+        require_room(self.num_header_bytes, num, limit, self._owner, "bytes of headers", "header_bytes")
 
-    def check_tokens(self, num: int, quota: Quota) -> None:
-        """Check that the quota allows a prompt of `num` more tokens.
+    def check_tokens(self, num: int, quota: Quota, num_held: int) -> None:
+        """Check that the quota allows a prompt of `num` more tokens to a call that holds `num_held`.
 
         Raises:
-            Overloaded: it does not.
+            InvalidRequest, Overloaded: as for `require_room`.
         """
-        limit = quota.max_queued_tokens
-        _require(self.num_tokens, num, limit, f"{self._owner} has", "prompt tokens", "queued_tokens")
+        others, limit = self.num_tokens - num_held, quota.max_queued_tokens
+        require_room(others, num_held + num, limit, self._owner, "prompt tokens", "queued_tokens")
 
 
 @dataclass(slots=True)
@@ -107,9 +107,9 @@ class Hold:
         """Charge the tokens of one of the call's prompts.
 
         Raises:
-            Overloaded: they exceed the quota.
+            InvalidRequest, Overloaded: they exceed the quota, as for `require_room`.
         """
-        self.account.check_tokens(num, self.quota)
+        self.account.check_tokens(num, self.quota, self.num_tokens)
         self.num_tokens += num
         self.account.num_tokens += num
 
@@ -184,7 +184,7 @@ def holding(account: Account, quota: Quota, num_answers: int, num_header_bytes: 
     """Hold answers and headers, and what is added meanwhile, until the end of a call.
 
     Raises:
-        Overloaded: the quota does not allow them.
+        InvalidRequest, Overloaded: the quota does not allow them, as for `require_room`.
     """
     account.check_answers(num_answers, quota)
     account.check_header_bytes(num_header_bytes, quota)
@@ -201,11 +201,21 @@ def holding(account: Account, quota: Quota, num_answers: int, num_header_bytes: 
         account.num_tokens -= hold.num_tokens
 
 
-def _require(held: int, num: int, limit: int | None, owner: str, what: str, reason: str) -> None:
-    if limit is not None and held + num > limit:
-        message = f"this {owner} {held} {what} under way, and asks for {num}: {limit} are the limit"
-        retry = f"; try again in {RETRY_AFTER_S:g} s"
-        raise Overloaded(message + retry, limit=limit, what=reason, retry_after_s=RETRY_AFTER_S)
+def require_room(held: int, num: int, limit: int | None, owner: str, what: str, reason: str) -> None:
+    """Check that `num` more than what other calls hold are within a limit.
+
+    Raises:
+        InvalidRequest: the call alone exceeds the limit, so a retry would fail, too.
+        Overloaded: it has to wait until others have ended.
+    """
+    if limit is None or held + num <= limit:
+        return
+    if num > limit:
+        message = f"this call asks for {num} {what}; {limit} are the limit of this {owner}"
+        raise InvalidRequest(message, limit=limit, what=reason)
+    message = f"this {owner} has {held} {what} under way, and asks for {num}: {limit} are the limit"
+    retry = f"; try again in {RETRY_AFTER_S:g} s"
+    raise Overloaded(message + retry, limit=limit, what=reason, retry_after_s=RETRY_AFTER_S)
 
 
 def _least(one: int | None, other: int | None) -> int | None:

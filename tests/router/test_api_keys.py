@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from baton.core.errors import ConfigInvalid, Overloaded, Unauthenticated
+from baton.core.errors import ConfigInvalid, InvalidRequest, Overloaded, Unauthenticated
 from baton.core.handshakes import GRACE_S, SAY_EVERY_S, Handshakes
 from baton.router.access.api_keys import ApiKeys, KeyEntry, Principal, digest_of, new_key, parse_keys, read_keys
 from baton.router.access.authenticator import ANYBODY, Authenticator
@@ -123,6 +123,16 @@ def test_a_stream_gives_its_place_back_whatever_ends_it():
         pass
 
 
+def test_a_call_that_alone_exceeds_a_limit_is_not_told_to_try_again():
+    limits = ClientLimits(max_streams_per_tenant=3, max_streams_per_connection=2)
+    authenticator = Authenticator(limits=limits)
+    for num, connection in ((4, ""), (4, "one"), (3, "one")):
+        with pytest.raises(InvalidRequest, match=f"asks for {num} answers"), authenticator.stream("a", connection, num):
+            pytest.fail("let in")
+    with authenticator.stream("a", "one", 2), pytest.raises(Overloaded), authenticator.stream("a", "two", 2):
+        pytest.fail("let in")
+
+
 def test_header_bytes_of_calls_under_way_are_a_principals():
     authenticator = Authenticator(limits=ClientLimits(max_header_bytes_per_tenant=100))
     narrow = Principal("ada", "a", Quota(max_header_bytes=60))
@@ -135,7 +145,7 @@ def test_header_bytes_of_calls_under_way_are_a_principals():
         assert (error.value.fields["what"], error.value.fields["limit"]) == ("header_bytes", 100)
         with authenticator.stream("a", num_header_bytes=30):
             pass
-    with pytest.raises(Overloaded), authenticator.stream("a", "", 1, narrow, num_header_bytes=61):
+    with pytest.raises(InvalidRequest, match="61 bytes"), authenticator.stream("a", "", 1, narrow, num_header_bytes=61):
         pytest.fail("let in")
     with authenticator.stream("a", num_header_bytes=100):
         pass

@@ -16,7 +16,7 @@ from baton.router.access.security import ClientLimits, RouterSecurity
 from baton.router.openai.body_reader import NUM_PROCESSES
 from baton.tests.router.certificates import Authority
 from baton.tests.router.openai.served import MODEL, sent_to, served
-from baton.tests.router.test_security import Keys
+from baton.tests.router.test_security import Keys, refused
 
 pytestmark = [pytest.mark.fast, pytest.mark.asyncio]
 
@@ -187,15 +187,25 @@ async def test_a_quota_counts_answers_tokens_and_priority_not_calls(inside, keys
 
         assert len((await ask(plain, prompt=["a", "b"], n=4)).choices) == 8
         for more in ({"prompt": ["a", "b", "c"], "n": 3}, {"n": 9}):
-            with pytest.raises(openai.RateLimitError, match="8 are the limit"):
+            with pytest.raises(openai.BadRequestError, match="asks for 9 answers; 8 are the limit") as never:
                 await ask(plain, **more)
+            assert "retry-after" not in never.value.response.headers, "no time would let it in"
+        assert refused(running, "streams_per_tenant") == 2
         assert (await ask(high, extra_body={"priority": -1})).choices
         assert (await ask(plain, extra_body={"priority": 1})).choices
         with pytest.raises(openai.PermissionDeniedError, match="priority"):
             await ask(plain, extra_body={"priority": -1})
-        with pytest.raises(openai.RateLimitError, match="prompt tokens"):
-            await ask(high, prompt="a" * 21)
-        assert (await ask(high, prompt="a" * 20)).choices
+        for prompt in ("a" * 21, ["a" * 15, "b" * 6]):
+            with pytest.raises(openai.BadRequestError, match="21 prompt tokens; 20 are the limit"):
+                await ask(high, prompt=prompt)
+        assert (await ask(high, prompt=["a" * 15, "b" * 5])).choices
+        running.script.decode_hangs_after = 0
+        stream = await ask(high, prompt="a" * 15, stream=True)
+        with pytest.raises(openai.RateLimitError, match="15 prompt tokens under way, and asks for 6") as later:
+            await ask(high, prompt="a" * 6)
+        assert later.value.response.headers["retry-after"] == "1"
+        await stream.close()
+        running.script.decode_hangs_after = None
         await running.idle(3.0)
         async with asyncio.timeout(20):
             while running.router.public.authenticator._accounts:
@@ -214,7 +224,7 @@ async def test_headers_count_for_the_key_that_sends_them(inside, keys):
 
         assert (await ask(small, 10)).choices
         assert (await ask(large, 4000)).choices
-        with pytest.raises(openai.RateLimitError, match="bytes of headers"):
+        with pytest.raises(openai.BadRequestError, match="bytes of headers"):
             await ask(small, 2000)
         assert len(sent_to(running)) == 2
         assert (await ask(small, 10)).choices, "what was refused holds nothing"
