@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from http import HTTPStatus
 from typing import Any
+from importlib import metadata
+from typing import Any, Final
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -22,12 +24,13 @@ from baton.router.openai.completions import Completions
 from baton.router.openai.document import docs_page, openapi_document
 from baton.router.openai.front import Entrance, Front
 from baton.router.openai.messages import CountTokens, Messages
-from baton.router.openai.reply import HttpRefusal, JsonResponse
+from baton.router.openai.reply import OPENAI, HttpRefusal, JsonResponse, Manner
 from baton.router.openai.responses import Responses
 from baton.router.openai.tokens import Tokens
 
 SHOWN_HEADERS = ("x-request-id", "x-baton-ignored", "x-should-retry", "retry-after", "retry-after-ms")
 log = logging.getLogger(__name__)
+MESSAGES: Final = "/v1/messages"
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -39,8 +42,8 @@ def make_app(front: Front) -> ASGIApp:
         Route("/v1/chat/completions", Chats(front), methods=["POST"]),
         Route("/v1/chat/completions/batch", Batches(front), methods=["POST"]),
         Route("/v1/responses", Responses(front), methods=["POST"]),
-        Route("/v1/messages", Messages(front), methods=["POST"]),
-        Route("/v1/messages/count_tokens", CountTokens(front).count, methods=["POST"]),
+        Route(MESSAGES, Messages(front), methods=["POST"]),
+        Route(f"{MESSAGES}/count_tokens", CountTokens(front).count, methods=["POST"]),
         Route("/v1/models", plain.models),
         Route("/v1/models/{name:path}", plain.model),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
@@ -59,14 +62,38 @@ def make_app(front: Front) -> ASGIApp:
     async def on_bug(request: Request, error: Exception) -> Response:
         """Reply to an unexpected error. Starlette raises it again after the reply, so uvicorn logs it."""
         front.metrics.requests_failed.labels(InternalError.__name__).inc()
-        return JsonResponse.of_error(
-            HttpRefusal(500, "an internal error; the router's log says more", "internal_error")
+        return await _on_error(
+            request, HttpRefusal(500, "an internal error; the router's log says more", "internal_error")
         )
 
-    handlers: Any = {BatonError: _on_error, HttpRefusal: _on_error, HTTPException: _on_http, Exception: on_bug}
+    async def on_http(request: Request, error: Exception) -> Response:
+        """Reply to an unknown path or a wrong method."""
+        assert isinstance(error, HTTPException)
+        hint = _hint(request.url.path, paths) if error.status_code == HTTPStatus.NOT_FOUND else ""
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}{hint}"
+        code = _CODES.get(error.status_code, HTTPStatus(error.status_code).phrase.lower().replace(" ", "_"))
+        refusal = HttpRefusal(error.status_code, message, code)
+        return JsonResponse.of_error(refusal, error.headers, _manner_of(request.url.path))
+
+    paths = frozenset(route.path for route in routes)
+    handlers: Any = {BatonError: _on_error, HttpRefusal: _on_error, HTTPException: on_http, Exception: on_bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return _for_pages(Entrance(app, front.authenticator, front.operators, front.metrics), front.config.allowed_origins)
+    entrance = Entrance(app, front.authenticator, front.operators, front.metrics, _manner_of)
+    return _for_pages(entrance, front.config.allowed_origins)
+
+
+def _manner_of(path: str) -> Manner:
+    return Messages.manner if path == MESSAGES or path.startswith(f"{MESSAGES}/") else OPENAI
+
+
+def _hint(path: str, served: Collection[str]) -> str:
+    """Name the path that was probably meant: a client's base URL lacks `/v1`, has it twice, or ends in a slash."""
+    bare = path[:200].rstrip("/")
+    while bare.startswith("/v1/"):
+        bare = bare.removeprefix("/v1")
+    meant = next((found for found in (f"/v1{bare}", bare) if found in served), None)
+    return "; GET /docs shows what is served" if meant is None else f"; {meant} is served"
 
 
 def _for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -149,11 +176,4 @@ class PlainEndpoints:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BatonError | HttpRefusal)
-    return JsonResponse.of_error(error)
-
-
-async def _on_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    code = _CODES.get(error.status_code, HTTPStatus(error.status_code).phrase.lower().replace(" ", "_"))
-    return JsonResponse.of_error(HttpRefusal(error.status_code, message, code), error.headers)
+    return JsonResponse.of_error(error, manner=_manner_of(request.url.path))

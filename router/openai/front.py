@@ -17,7 +17,7 @@ from baton.router.inference import InferenceService
 from baton.router.metrics import RouterMetrics
 from baton.router.openai.chat_template import ChatTemplate
 from baton.router.openai.connection import PLACE
-from baton.router.openai.reply import JsonResponse
+from baton.router.openai.reply import JsonResponse, Manner
 from baton.router.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -36,15 +36,22 @@ class Entrance:
         authenticator: authenticates clients.
         operators: authenticates readers of metrics, which reveal all tenants' data, if clients need keys.
         metrics: counts internal failures.
+        manner_of: the format in which a path's callers expect errors.
     """
 
     def __init__(
-        self, app: ASGIApp, authenticator: Authenticator, operators: Authenticator, metrics: RouterMetrics
+        self,
+        app: ASGIApp,
+        authenticator: Authenticator,
+        operators: Authenticator,
+        metrics: RouterMetrics,
+        manner_of: Callable[[str], Manner],
     ) -> None:
         self._app = app
         self._authenticator = authenticator
         self._operators = operators
         self._metrics = metrics
+        self._manner_of = manner_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, or pass it to the application."""
@@ -60,7 +67,7 @@ class Entrance:
                 typed = as_internal("the request", error)
                 if typed is not error:
                     self._metrics.requests_failed.labels(type(typed).__name__).inc()
-                await JsonResponse.of_error(typed)(scope, receive, send)
+                await JsonResponse.of_error(typed, manner=self._manner_of(scope["path"]))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

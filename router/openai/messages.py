@@ -233,6 +233,8 @@ class MessagesManner(Manner):
         """Build Anthropic's JSON for an error; `param` and `code` are as at other endpoints."""
         said, status = super().error(error)["error"], error_status(error)
         kind = _ERROR_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+        if said["param"] == "thread":  # then Anthropic's own client sends the whole conversation instead
+            said["details"] = {"error_code": "thread_unsupported_request"}
         return {"type": "error", "error": said | {"type": kind}}
 
 

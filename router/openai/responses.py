@@ -112,10 +112,7 @@ class ResponsesRequest(Translated):
     metadata: (
         Annotated[dict[Name, Annotated[str, Field(max_length=MAX_METADATA_LEN)]], Field(max_length=MAX_METADATA)] | None
     ) = None
-    background: Literal[False] | None = None  # these fields need a store, which does not exist
-    previous_response_id: None = None
-    conversation: None = None
-    prompt: None = None
+    prompt: None = None  # prompts cannot be stored
 
     def data(self) -> dict[str, Any]:
         """Translate the request into a chat's body."""

@@ -71,6 +71,9 @@ async def test_a_key_gets_an_answer_of_its_own_tenant(inside, keys):
         ):
             reply = await running.http.post(f"{running.url}/v1/messages", json=body, headers=headers)
             assert reply.status_code == status
+            if status == 401:  # in Anthropic's form, whose clients have types of their own
+                data = reply.json()
+                assert (data["type"], data["error"]["type"]) == ("error", "authentication_error")
 
 
 @pytest.mark.long

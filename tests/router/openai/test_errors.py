@@ -180,6 +180,24 @@ async def test_an_error_names_every_wrong_token_and_the_size_of_the_vocabulary()
         assert size and int(size[1]) < 5000
 
 
+async def test_an_unknown_path_names_the_one_that_was_meant():
+    async with served() as (running, _):
+        for path, meant in (
+            ("/chat/completions", FAR),
+            ("/v1/v1/chat/completions", FAR),
+            (f"{FAR}/", FAR),
+            ("/v1/v1/messages", "/v1/messages"),
+            ("/v1/tokenize", "/tokenize"),
+            ("/models", "/v1/models"),
+            ("/v1/embeddings", None),
+            ("/" + "v1/" * 60, None),
+        ):
+            status, _, data = await post(running.url, path, {})
+            hint = "GET /docs shows what is served" if meant is None else f"{meant} is served"
+            assert (status, data["error"]["code"]) == (404, "not_found")
+            assert data["error"]["message"].endswith(f"Not Found; {hint}"), path
+
+
 async def test_other_paths_methods_and_bodies():
     async with served(http={"max_body_bytes": 1000}) as (running, _):
         url, json_type = running.url, "Content-Type: application/json"

@@ -16,7 +16,7 @@ from baton.router.openai.messages import CountTokensRequest, MessagesRequest, us
 from baton.tests.router.fakes import TOKENIZER, decode_tokens, finished
 from baton.tests.router.openai.served import MODEL, prompt_of, sent_to, served
 from baton.tests.router.openai.test_chat import THINKING
-from baton.tests.router.openai.test_errors import post
+from baton.tests.router.openai.test_errors import post, raw
 
 pytestmark = pytest.mark.fast
 PATH = "/v1/messages"
@@ -334,6 +334,9 @@ BAD = [
     ({"system": [{"type": "image"}]}, "system"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
     ({"tools": [{"name": "no name"}]}, "tools"),
+    ({"container": "c"}, "container"),
+    ({"mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}]}, "mcp_servers"),
+    ({"compaction": {"type": "summarize"}}, "compaction"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
@@ -366,6 +369,34 @@ async def test_what_a_client_can_do_wrong_with_messages():
         assert sent_to(running) == []
         _, fields, _ = await post(running.url, PATH, ASKED | {"metadata": {"user_id": "u"}, "other": 1})
         assert fields["x-baton-ignored"] == "other"
+
+
+@pytest.mark.asyncio
+async def test_refusals_before_a_body_is_read_have_the_form_of_messages():
+    async with served() as (running, _):
+        json_type = "Content-Type: application/json"
+        for head, status, kind in (
+            ([f"GET {PATH} HTTP/1.1"], 405, "invalid_request_error"),
+            ([f"POST {PATH}/batches HTTP/1.1", json_type], 404, "not_found_error"),
+            ([f"POST {PATH} HTTP/1.1", "Content-Type: text/plain"], 415, "invalid_request_error"),
+        ):
+            found, _, body = await raw(running.url, head, b"{}")
+            data = json.loads(body)
+            assert (found, data["type"], data["error"]["type"]) == (status, "error", kind)
+
+
+@pytest.mark.asyncio
+async def test_a_conversation_that_the_server_would_keep_is_refused_so_that_its_client_sends_it_whole():
+    """The loop over tools of Anthropic's client sends only what is new, unless this error says that it must not."""
+    async with served() as (running, _):
+        for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+            for more in ({}, {"stream": True}):
+                status, _, data = await post(running.url, PATH, ASKED | {"thread": thread} | more)
+                assert (status, data["error"]["param"]) == (400, "thread")
+                assert data["error"]["details"] == {"error_code": "thread_unsupported_request"}
+                assert "send the whole conversation" in data["error"]["message"]
+        assert sent_to(running) == []
+        assert (await post(running.url, PATH, ASKED | {"thread": None}))[0] == 200
 
 
 @pytest.mark.asyncio
