@@ -35,7 +35,7 @@ LOW_INT64, HIGH_INT64 = -(1 << 63), (1 << 63) - 1
 HIGH_INT32: Final = (1 << 31) - 1
 MAX_TOP_LOGPROBS: Final = 20
 MAX_NAMED: Final = 8  # maximum number of invalid keys that an error lists
-_STORELESS: Final = "nothing is stored here, so send the whole conversation"
+STORELESS: Final = "nothing is stored here, so send the whole conversation"
 # Any other value of these would change the answer in a way that is not supported.
 REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "suffix": ((None, ""), "the models served here are not trained to fill a gap"),
@@ -64,9 +64,9 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "guided_decoding": ((None, {}), "use structured_outputs"),
     "format": ((None, ""), "use response_format"),
     "documents": ((None, []), "put them into a message"),
-    "previous_response_id": ((None,), _STORELESS),
-    "conversation": ((None,), _STORELESS),
-    "thread": ((None,), _STORELESS),
+    "previous_response_id": ((None,), STORELESS),
+    "conversation": ((None,), STORELESS),
+    "thread": ((None,), STORELESS),
     "background": ((None, False), "an answer is returned to the call that asks for it"),
     "container": ((None,), "no tool runs on the server"),
     "mcp_servers": ((None, []), "no tool runs on the server"),

@@ -11,7 +11,7 @@ from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.chats import ChatCall, Chats, ChatStep, steps
 from baton.router.openai.front import Front
 from baton.router.openai.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, JsonObject, Name, Text
-from baton.router.openai.options import Wire
+from baton.router.openai.options import STORELESS, Wire
 from baton.router.openai.reply import HttpRefusal, Manner, Usage
 from baton.router.openai.understood import Understood
 
@@ -188,6 +188,9 @@ class _Messages:
             self._new()["reasoning_content"] = (
                 content if isinstance(content, str) else "\n".join(part["text"] for part in content)
             )
+        elif kind == "item_reference":  # a client sends these until it is told that nothing is stored
+            message = f"{field}: item_reference is not supported: {STORELESS}, with store = false"
+            raise InvalidRequest(message, field="input")
         else:
             message = f"{field}: an item of type {kind[:40]!r} with these fields cannot be read"
             raise InvalidRequest(message, field="input")

@@ -249,7 +249,7 @@ async def test_what_a_client_can_do_wrong_with_responses():
         for more, field in BAD:
             status, _, data = await post(running.url, PATH, {"input": "hi"} | more)
             assert (status, data["error"]["param"]) == (400, field), (more, data)
-            if field in ("previous_response_id", "conversation"):
+            if field in ("previous_response_id", "conversation") or "item_reference" in json.dumps(more):
                 assert "send the whole conversation" in data["error"]["message"]
         with pytest.raises(openai.NotFoundError):
             await client.responses.create(model="gpt-9", input="hi")
