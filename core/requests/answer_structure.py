@@ -35,7 +35,7 @@ KIMI_TAGS: Final = (
 FENCE, END_FENCE = "```json", "```"  # around DeepSeek-V3's arguments
 BARE_KEYS: Final = ("name", "parameters", "arguments", "type", "id")  # a call without a tag starts with one of these
 MAX_TOOLS: Final = 1024
-TOOL_NAME: Final = r"^[A-Za-z0-9_.:-]{1,64}$"
+TOOL_NAME: Final = r"^[A-Za-z0-9_.:-]{1,128}$"  # Anthropic's limit, which MCP tools rely on; OpenAI's is 64
 _KEYS: Final = frozenset(("thought", "thought_form", "calls", "form", "tools", "parallel", "tokens", "text"))
 
 

@@ -112,7 +112,7 @@ class Message(Wire):
 class Function(Wire):
     """What may be called."""
 
-    name: str = Field(pattern=TOOL_NAME, max_length=64)
+    name: str = Field(pattern=TOOL_NAME, max_length=128)
     description: Text | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None

@@ -52,7 +52,7 @@ class ClientTool(Wire):
     """What may be called; tools that a server would run are not offered."""
 
     type: Name | None = None
-    name: str = Field(pattern=TOOL_NAME, max_length=64)
+    name: str = Field(pattern=TOOL_NAME, max_length=128)
     description: Text | None = None
     input_schema: JsonObject | None = None
     strict: bool | None = None

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.core.errors import InvalidRequest, WorkerLost
+from baton.core.requests.answer_structure import AnswerStructure
 from baton.proto import worker_pb2
 from baton.router.attempt.migration import MigrationConfig
 from baton.router.openai import limits, messages
@@ -334,6 +335,7 @@ BAD = [
     ({"system": [{"type": "image"}]}, "system"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
     ({"tools": [{"name": "no name"}]}, "tools"),
+    ({"tools": [{"name": "n" * 129}]}, "tools"),
     ({"container": "c"}, "container"),
     ({"mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}]}, "mcp_servers"),
     ({"compaction": {"type": "summarize"}}, "compaction"),
@@ -369,6 +371,19 @@ async def test_what_a_client_can_do_wrong_with_messages():
         assert sent_to(running) == []
         _, fields, _ = await post(running.url, PATH, ASKED | {"metadata": {"user_id": "u"}, "other": 1})
         assert fields["x-baton-ignored"] == "other"
+
+
+@pytest.mark.asyncio
+async def test_a_tool_may_have_as_long_a_name_as_anthropic_allows():
+    """Names of MCP tools begin with their server's, and are often longer than the 64 characters of OpenAI's."""
+    name = "mcp__" + "n" * 123
+    tool = WEATHER | {"name": name}
+    async with served() as (running, _):
+        choice = {"type": "tool", "name": name}
+        status, _, data = await post(running.url, PATH, ASKED | {"tools": [tool], "tool_choice": choice})
+        assert status == 200, data
+        structure = AnswerStructure.from_json(sent_to(running)[-1].sampling.grammar.structure)
+        assert [found.name for found in structure.tools] == [name]
 
 
 @pytest.mark.asyncio
