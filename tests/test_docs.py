@@ -54,6 +54,7 @@ FOREIGN_FLAGS = {
     "--tests": "scripts/sanitize_kernels.py",
     "--only-disconnects": "tests.e2e.soak_run",
     "--enable-tokenizer-info-endpoint": "vLLM",
+    "--cacert": "curl",
 }
 
 

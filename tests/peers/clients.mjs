@@ -1,4 +1,4 @@
-// Drives a running server with npm's clients: `node clients.mjs URL openai|ai`, from a folder that has them installed.
+// Drives a running server with npm's clients: `node clients.mjs URL openai|ai|anthropic`, from a folder that has them installed.
 // As in clients.py: one line for each call, and answers are judged by their form alone.
 import { createRequire } from "node:module";
 import { readFileSync } from "node:fs";
@@ -128,12 +128,43 @@ async function aiCalls() {
       expect((await ai.generateText({ ...asked, model: compatible.completionModel("tiny") })).usage, "no usage"),
     ...named("openai.chat", calls(own.chat("tiny"))),
     ...named("openai.responses", calls(own.responses("tiny"))),
+    "openai.responses, second turn with store: false": async () => {
+      const options = { ...asked, model: own.responses("tiny"), providerOptions: { openai: { store: false } } };
+      const first = (await ai.generateText(options)).response.messages;
+      const more = [...messages, ...first, { role: "user", content: "Go on" }];
+      expect((await ai.generateText({ ...options, prompt: undefined, messages: more })).usage.outputTokens, "no usage");
+    },
   };
 }
 
-const packages = { openai: ["openai"], ai: ["ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai"] }[client];
+async function anthropicCalls() {
+  const { default: Anthropic } = await load("@anthropic-ai/sdk");
+  const { betaZodTool } = await load("@anthropic-ai/sdk/helpers/beta/zod");
+  const made = new Anthropic({ baseURL: url, apiKey: "unused", maxRetries: 0 });
+  return {
+    messages: async () => expect((await made.messages.create(base)).usage.output_tokens, "no usage"),
+    "stream helper": async () => expect((await made.messages.stream(base).finalMessage()).stop_reason, "no end"),
+    "tools, toolRunner": async () => {
+      let asked = 0;
+      const run = () => ((asked += 1), "20 C");
+      const weather = betaZodTool({ name: "weather", description: "", inputSchema: z.object({ city: z.enum(["Rome"]) }), run });
+      const options = { tool_choice: { type: "any", disable_parallel_tool_use: true }, max_iterations: 2 };
+      for await (const turn of made.beta.messages.toolRunner({ ...base, tools: [weather], ...options })) expect(turn, "none");
+      expect(asked === 2, `asked ${asked} times`);
+    },
+    "error 400": () => raises(() => made.messages.create({ ...base, temperature: -1 }), 400),
+    "error 404": () => raises(() => made.messages.create({ ...base, model: "no such" }), 404),
+  };
+}
+
+const made = { openai: openaiCalls, ai: aiCalls, anthropic: anthropicCalls };
+const packages = {
+  openai: ["openai"],
+  ai: ["ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai"],
+  anthropic: ["@anthropic-ai/sdk"],
+}[client];
 console.log(packages.map((name) => `${name} ${version(name)}`).join(", "));
-for (const [name, call] of Object.entries(await { openai: openaiCalls, ai: aiCalls }[client]())) {
+for (const [name, call] of Object.entries(await made[client]())) {
   try {
     await call();
     console.log(`  ${name}: works`);

@@ -2,9 +2,10 @@
 
 One line for each call: its name and `works`, or what went wrong. Each client is installed by hand into an environment
 of its own. Answers are judged by their form alone, since the bundled model knows nothing. TOKENIZER is the directory
-whose tokenizer guidellm and aiperf count with.
+whose tokenizer guidellm, aiperf and lm_eval count with.
 """
 
+import asyncio
 import importlib
 import importlib.metadata
 import json
@@ -185,12 +186,23 @@ def anthropic_python(url):
         back = [*USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
         expect(ask(messages=back, tools=tools, max_tokens=8).usage.output_tokens, "no answer")
 
+    def loop():
+        @library.beta_tool
+        def weather(city: Literal["Rome", "Oslo"]) -> str:
+            """Tell the weather of a city."""
+            return f"20 C in {city}"
+
+        options = {"model": MODEL, "messages": USER, "max_tokens": 100, "tool_choice": forced, "max_iterations": 2}
+        reasons = [turn.stop_reason for turn in client.beta.messages.tool_runner(tools=[weather], **options)]
+        expect(reasons == ["tool_use", "tool_use"], reasons)
+
     count = client.messages.count_tokens
     return "anthropic", {
         "messages": lambda: expect(ask(max_tokens=8).stop_reason == "max_tokens", "another reason"),
         "stream helper": stream,
         "tools, forced": lambda: expect(ask(tools=tools, tool_choice=forced).content[-1].input["city"], "none"),
         "tools, result sent back": later,
+        "tools, tool_runner": loop,
         "JSON schema": lambda: fits(
             ask(output_config={"format": {"type": "json_schema", "schema": SCHEMA}}).content[-1].text
         ),
@@ -262,6 +274,7 @@ def litellm(url):
         "JSON schema": lambda: fits(chat(response_format=FORMAT).choices[0].message.content),
         "error 400": lambda: raises(library.BadRequestError, chat, temperature=-1.0),
         "error 404": lambda: raises(library.NotFoundError, chat, "hosted_vllm/no-such"),
+        "error of length": lambda: raises(library.ContextWindowExceededError, chat, "openai", max_tokens=10**6),
     }
 
 
@@ -305,6 +318,106 @@ def outlines(url):
             vllm("Hello", library.regex("[0-9]{3}"), max_tokens=8).isdigit(), "no digits"
         ),
         "from_vllm, CFG": lambda: expect(vllm("Hello", library.types.CFG(grammar)) in ("yes", "no"), "neither"),
+    }
+
+
+def llama_index(url):
+    llms = importlib.import_module("llama_index.llms.openai_like")
+    report = report_model()
+    tools = importlib.import_module("llama_index.core.tools")
+
+    def weather(city: Literal["Rome", "Oslo"]) -> str:
+        """Tell the weather of a city."""
+        return f"20 C in {city}"
+
+    def made(**options):
+        common = {"model": MODEL, "api_base": f"{url}/v1", "api_key": KEY, "max_tokens": 60, "max_retries": 0}
+        return llms.OpenAILike(**common | {"is_chat_model": True, "is_function_calling_model": True} | options)
+
+    tool = tools.FunctionTool.from_defaults(weather)
+    text = made(is_chat_model=False, is_function_calling_model=False)
+    by_schema = made(is_function_calling_model=False, should_use_structured_outputs=True)
+    return "llama-index-llms-openai-like", {
+        "completion": lambda: expect(text.complete("def f(").text, "no text"),
+        "completion stream": lambda: expect(list(text.stream_complete("def f(")), "no chunks"),
+        "chat": lambda: expect(made().complete("Hello").raw.usage.completion_tokens, "no usage"),
+        "chat stream": lambda: expect(list(made().stream_complete("Hello")), "no chunks"),
+        "tools, predict_and_call": lambda: expect(
+            made().predict_and_call([tool], user_msg="Hello", tool_required=True).response, "no call"
+        ),
+        "structured, by call": lambda: expect(made().as_structured_llm(report).complete("Hello").raw.city, "none"),
+        "structured, by schema": lambda: expect(by_schema.as_structured_llm(report).complete("Hello").raw.city, "none"),
+    }
+
+
+def pydantic_ai(url):
+    library = importlib.import_module("pydantic_ai")
+    models = importlib.import_module("pydantic_ai.models.openai")
+    provider = importlib.import_module("pydantic_ai.providers.openai").OpenAIProvider(base_url=f"{url}/v1", api_key=KEY)
+    report = report_model()
+
+    def made(api, **options):
+        kind = models.OpenAIChatModel if api == "chat" else models.OpenAIResponsesModel
+        return library.Agent(kind(MODEL, provider=provider), model_settings={"max_tokens": 100}, **options)
+
+    async def streamed(api):
+        async with made(api, output_type=report).run_stream("Hello") as run:
+            return [part async for part in run.stream_output()][-1]
+
+    def calls(api):
+        return {
+            f"{api}, text": lambda: expect(made(api).run_sync("Hello").usage.output_tokens, "no usage"),
+            f"{api}, output by call": lambda: expect(
+                made(api, output_type=report).run_sync("Hello").output.city, "none"
+            ),
+            f"{api}, output by schema": lambda: expect(
+                made(api, output_type=library.NativeOutput(report)).run_sync("Hello").output.city, "none"
+            ),
+            f"{api}, streamed output": lambda: expect(asyncio.run(streamed(api)).city, "none"),
+        }
+
+    return "pydantic-ai-slim", {
+        **calls("chat"),
+        **calls("responses"),
+        "error 400": lambda: raises(
+            library.ModelHTTPError, made("chat").run_sync, "Hello", text="400", model_settings={"temperature": -1}
+        ),
+    }
+
+
+def openai_agents(url):
+    import openai
+
+    library = importlib.import_module("agents")
+    library.set_tracing_disabled(True)
+
+    @library.function_tool
+    def weather(city: Literal["Rome", "Oslo"]) -> str:
+        """Tell the weather of a city."""
+        return f"20 C in {city}"
+
+    def run(is_streamed=False, **options):
+        settings = {"max_tokens": 200, "parallel_tool_calls": False, "include_usage": True}
+        if "tools" in options:
+            settings["tool_choice"] = "required"  # in the first turn only
+
+        async def made():
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+                model = library.OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
+                agent = library.Agent("a", model=model, model_settings=library.ModelSettings(**settings), **options)
+                if not is_streamed:
+                    return await library.Runner.run(agent, "Hello")
+                run = library.Runner.run_streamed(agent, "Hello")
+                expect([event async for event in run.stream_events()], "no events")
+                return run
+
+        return asyncio.run(made())
+
+    return "openai-agents", {
+        "text": lambda: expect(run().final_output, "no text"),
+        "tools": lambda: expect(len(run(tools=[weather]).new_items) == 3, "no loop"),
+        "tools, stream": lambda: expect(len(run(is_streamed=True, tools=[weather]).new_items) == 3, "no loop"),
+        "output by schema": lambda: expect(run(output_type=report_model()).final_output.city, "none"),
     }
 
 
@@ -363,10 +476,45 @@ def aiperf(url, tokenizer):
     }
 
 
-CLIENTS = {
-    client.__name__: client
-    for client in (openai_python, anthropic_python, langchain, litellm, instructor, outlines, guidellm, aiperf)
-}
+def lm_eval(url, tokenizer):
+    """Log-probabilities of choices, of whole texts, and texts generated up to a line's end, of a task made here."""
+    kinds = {
+        "multiple_choice": "doc_to_choice: ['{{a}}', '{{b}}']\ndoc_to_target: 0\nmetric_list: [{metric: acc}]",
+        "loglikelihood_rolling": "doc_to_target: '{{q}} {{a}}'\nmetric_list: [{metric: word_perplexity}]",
+        "generate_until": "doc_to_target: '{{a}}'\nmetric_list: [{metric: exact_match}]\n"
+        "generation_kwargs: {until: ['\\n'], max_gen_toks: 8}",
+    }
+
+    def run(kind, backend):
+        with tempfile.TemporaryDirectory() as folder:
+            task, answers = Path(folder, "task.yaml"), Path(folder, "task.jsonl")
+            answers.write_text(
+                "".join(json.dumps({"q": q, "a": "self", "b": "%%"}) + "\n" for q in ("def f(", "def g("))
+            )
+            task.write_text(
+                f"task: made\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {answers}}}}}\n"
+                f"test_split: test\noutput_type: {kind}\n"
+                f"doc_to_text: '{'' if kind.endswith('rolling') else '{{q}}'}'\n{kinds[kind]}\n"
+            )
+            _run(
+                *("lm_eval", "run", "--model", "local-completions", "--tasks", "made", "--include_path", folder),
+                *("--model_args", f"base_url={url}/v1/completions,model={MODEL},max_length=2048,{backend}"),
+                *("--output_path", folder),
+            )
+            expect(json.loads(next(Path(folder).rglob("results_*.json")).read_text())["results"]["made"], "no results")
+
+    return "lm_eval", {
+        f"{kind}, {name}": (lambda kind=kind, backend=backend: run(kind, backend))
+        for name, backend in (
+            ("its tokenizer", f"tokenizer_backend=huggingface,tokenizer={tokenizer}"),
+            ("the server's", "tokenizer_backend=remote"),
+        )
+        for kind in kinds
+    }
+
+
+OF_OPENAI = (openai_python, openai_agents, langchain, llama_index, litellm, instructor, outlines, pydantic_ai)
+CLIENTS = {client.__name__: client for client in (*OF_OPENAI, anthropic_python, guidellm, aiperf, lm_eval)}
 
 
 def main(url, client, *tokenizer):
