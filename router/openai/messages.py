@@ -97,6 +97,7 @@ class CountTokensRequest(Translated):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older place of output_config.format
 
     def data(self) -> dict[str, Any]:
         """Translate the request into a chat's body."""
@@ -106,6 +107,7 @@ class CountTokensRequest(Translated):
         last, choice = messages[-1], self.tool_choice
         goes_on = last["role"] == "assistant" and "tool_calls" not in last
         asked = self.output_config
+        format_ = self.output_format if asked is None or asked.format is None else asked.format
         return {
             "model": self.model,
             "messages": messages,
@@ -113,7 +115,7 @@ class CountTokensRequest(Translated):
             "tool_choice": None if choice is None else _tool_choice(choice),
             "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
             "chat_template_kwargs": self._variables(),
-            "response_format": None if asked is None or asked.format is None else _format(asked.format),
+            "response_format": None if format_ is None else _format(format_),
             "reasoning_effort": None if asked is None else asked.effort,
             "add_generation_prompt": False if goes_on else None,
             "continue_final_message": True if goes_on else None,

@@ -70,6 +70,7 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "background": ((None, False), "an answer is returned to the call that asks for it"),
     "container": ((None,), "no tool runs on the server"),
     "mcp_servers": ((None, []), "no tool runs on the server"),
+    "moderation": ((None,), "no model here moderates"),
     "compaction": ((None,), "ask for a summary in a message"),
 }
 # These do not affect the answer.

@@ -307,6 +307,8 @@ def test_other_fields_are_those_of_a_chat():
     assert (chat.stream, chat.seed, chat.reasoning_effort) == (True, 7, "low")
     assert chat.chat_template_kwargs == {"enable_thinking": False}
     assert chat.response_format.json_schema.schema_ == schema
+    older = chat_of(output_format={"type": "json_schema", "schema": schema}, output_config={"effort": "low"})
+    assert older.response_format.json_schema.schema_ == schema
     assert chat_of(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}
     thinks = chat_of(thinking={"type": "enabled", "budget_tokens": 9}, chat_template_kwargs={"a": 1})
     assert thinks.chat_template_kwargs == {"enable_thinking": True, "a": 1}
@@ -343,6 +345,7 @@ BAD = [
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
     ({"output_config": {"format": {"type": "yaml"}}}, "output_config"),
+    ({"output_format": {"type": "yaml"}}, "output_format"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
     ({"n": 2}, "n"),
