@@ -409,6 +409,9 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
 }
 
 
+# The library refuses any other `format`. JSON Schema makes those remarks, which any string meets; pydantic, zod and
+# OpenAPI have many: "path", "password", "binary", "byte", "url", "jwt".
+FORMATS: Final = frozenset("date date-time duration email hostname ipv4 ipv6 time uri uuid".split())
 MAX_EXACT: Final = 1 << 53  # the largest range of exact integers: the library reads numbers as floats
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # Of an integer's exclusive bound: the key of the inclusive one, the difference, and which of two bounds holds.
@@ -540,6 +543,8 @@ def _rewritten(schema: Any, root: Any, path: str, *, are_names: bool = False) ->
         found = _exact_bounds(found, path)
         _require_distinct(found, path)
         _require_grounded(schema, root, path)
+        if isinstance(found.get("format"), str) and found["format"] not in FORMATS:
+            del found["format"]
     if are_names or KEYWORD not in found:
         return found
     is_unique = found.pop(KEYWORD)
@@ -712,9 +717,12 @@ def new_tokens(tokenizer_json: str, vocab_size: int, eos_token_id: int) -> Any:
 def refusal(kind: str, why: str) -> InvalidGrammar:
     """The error that says why a specification is invalid.
 
-    Drops the library's marks for text it left out, and expands a bare name to a sentence.
+    Drops the library's marks for text it left out and its excerpt of the schema, and expands a bare name to a sentence.
     """
     why = re.sub(r"<[\w-]+/>", "", why).strip()
+    _, is_of_schema, reason = why.partition("failed to compile JSON schema: ")
+    if is_of_schema:
+        why = re.split(r"\n +\d+ \| ", reason)[0]
     if re.fullmatch(r"\w+", why):
         why = f"the grammar library cannot follow it ({why})"
     return InvalidGrammar(f"{kind}: {why}"[:MAX_MESSAGE_LEN], kind=kind)

@@ -14,7 +14,7 @@ from baton.core.requests.answer_structure import STRUCTURE, AnswerStructure, Cal
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.grammar.grammar import GrammarCompiler
-from baton.engine.grammar.text import library_text
+from baton.engine.grammar.text import FORMATS, library_text
 
 pytestmark = pytest.mark.fast
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
@@ -54,6 +54,39 @@ def test_large_integers_that_are_exact_are_followed(compiler, schema):
     near = [EXACT, -EXACT, 1 << 60, (1 << 60) + 256, 10**18, MAX_I64]
     for value in (one + more for one in near for more in (-1, 0, 1, 2)):
         assert takes(compiler, schema, str(value)) == validator.is_valid(value), value
+
+
+def test_formats_that_the_library_knows_are_followed_and_others_are_remarks(compiler):
+    valid = {
+        "date": "2026-11-30",
+        "date-time": "2026-11-30T10:00:00Z",
+        "duration": "P1D",
+        "email": "a@b.c",
+        "hostname": "b.c",
+        "ipv4": "10.0.0.1",
+        "ipv6": "::1",
+        "time": "10:00:00Z",
+        "uri": "https://b.c/",
+        "uuid": "01234567-89ab-cdef-0123-456789abcdef",
+    }
+    assert valid.keys() == FORMATS
+    for name, text in valid.items():
+        schema = {"type": "string", "format": name}
+        assert takes(compiler, schema, json.dumps(text)) and not takes(compiler, schema, '"no such thing?"'), name
+    for name in ("path", "password", "binary", "byte", "url", "jwt", "uri-reference", "int64", "ipvanyaddress"):
+        properties = {"v": {"type": "string", "format": name, "maxLength": 3}, "format": {"const": "x"}}
+        schema = {"type": "object", "properties": properties, "required": ["v", "format"], "format": name}
+        assert takes(compiler, schema, '{"v":"any","format":"x"}')
+        assert not takes(compiler, schema, '{"v":"more","format":"x"}')
+        assert takes(compiler, {"const": {"format": name}}, json.dumps({"format": name}, separators=(",", ":")))
+
+
+def test_why_a_schema_is_refused_is_said_without_what_was_made_of_it(compiler):
+    with pytest.raises(InvalidGrammar) as refused:
+        compiler.start(GrammarSpec("json_schema", '{"type": "string", "pattern": "a(?=b)"}'))
+    message = refused.value.message
+    assert message.startswith("json_schema: ") and "look-ahead" in message
+    assert "start:" not in message and "at 1(" not in message
 
 
 @pytest.mark.parametrize("kind", ["string", ["string", "null"]])
