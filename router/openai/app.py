@@ -4,8 +4,6 @@ import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from http import HTTPStatus
-from typing import Any
-from importlib import metadata
 from typing import Any, Final
 
 from prometheus_client import CONTENT_TYPE_LATEST
