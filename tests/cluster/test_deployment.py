@@ -182,7 +182,8 @@ def test_a_starting_worker_shows_what_it_does_until_it_is_ready(model):
 
         def worker(self, worker_id, phase):
             shown.append((worker_id, phase and str(phase)))
-            (model / "may_start").touch()
+            if str(phase) == "weights 45 %":  # on a busy machine a report may precede that
+                (model / "may_start").touch()
 
     with make(model, decode=stubs.held_shell, on_progress=Seen()) as deployment:
         assert set(deployment.workers) == {"prefill-0", "decode-0"}
