@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.memo import signature
 from baton.kernels.ops import Ops
 from baton.model.attention import Attention, AttentionInputs
@@ -115,7 +116,9 @@ class Decoder:
         kinds: set[Hashable] = set()
         alike = set()
         for index, layer in enumerate(self.layers):
-            kind = tuple(_traits(layer, set()))
+            # The first layer's norm adds nothing. Others' is like that of an MLP, unless a float8 GEMM reads it.
+            is_alone = index == 0 and isinstance(layer.attention.reader, Fp8Weight)
+            kind = is_alone, *_traits(layer, set())
             if kind in kinds and index not in self._aux_layers:
                 alike.add(index)
             kinds.add(kind)

@@ -68,10 +68,11 @@ def launch(
     kept_TD = torch.empty(num_rows, length, dtype=x_TD.dtype, device=x_TD.device) if keep else None
     if num_padded == 0:
         return out_RD, sum_TD, scale_GR, kept_TD
+    flags = residual_TD is not None, plus_one, quantize, keep, early
     if options is None:
-        rows, constants = _tuned(length, x_TD.device, residual_TD is not None, plus_one, quantize, keep, early)
+        rows, constants = _tuned(length, x_TD.device, *flags)
     else:
-        rows, constants = _constants(options, length, x_TD.device, residual_TD is not None, plus_one, quantize, early)
+        rows, constants = _constants(options, length, x_TD.device, *flags)
     arguments = (
         x_TD,
         x_TD.stride(0),

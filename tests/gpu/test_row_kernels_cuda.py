@@ -286,7 +286,7 @@ def test_chains_of_dependent_launches_read_what_was_written():
     def chain(early):
         rows_TD, sum_TD = x_TD, x_TD
         for _ in range(50):
-            rows_TD, sum_TD, _ = rms_norm_triton.launch(
+            rows_TD, sum_TD, *_ = rms_norm_triton.launch(
                 rows_TD, weight_D, EPS, sum_TD, None, plus_one=False, early=early
             )
             both_TJ = torch.cat([rows_TD, sum_TD], dim=1)  # knows nothing of such launches

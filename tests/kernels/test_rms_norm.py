@@ -99,6 +99,21 @@ def test_what_a_row_is_divided_into_is_decided_by_its_length():
         assert chosen["num_warps"] in (1, 2, 4, 8, 16)
 
 
+@pytest.mark.parametrize("num_padded", [None, 8])
+def test_any_division_into_programs_gives_the_same(num_padded):
+    """As a tuning run divides them."""
+    x_TD, weight_D, eps, named = arguments(5, 512, {"residual": True})
+    given = (x_TD, weight_D, eps, named["residual_TD"], num_padded)
+    more = {"plus_one": False, "keep": num_padded is not None}
+    wanted = rms_norm_triton.launch(*given, **more)
+    assert len(wanted) == 4
+    for rows, num_warps in ((1, 4), (2, 8), (8, 4)):
+        found = rms_norm_triton.launch(*given, **more, options={"rows": rows, "num_warps": num_warps})
+        for one, other in zip(found, wanted, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or same_bits(one, other), rows
+
+
 def test_float8_is_as_if_made_afterwards():
     for num_rows, length, num_padded in ((1, 128, 4), (5, 512, 5), (6, 2048, 16), (3, 640, 8)):
         form = {"residual": True, "num_padded": num_padded}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.core.numerics import Numerics
+from baton.core.numerics import Numerics, Quantization
 from baton.model.layers import RMSNorm
 from baton.model.loader import load_model
 from baton.tests.model.checkpoints import write_checkpoint
@@ -21,13 +21,15 @@ DRAWN = {
 }
 
 
+FLOAT8 = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
+
+
 def load(path, **options):
     return load_model(
         path,
-        dtype=torch.float64,
         device=torch.device("cpu"),
         numerics=Numerics.DEFAULT,
-        **{"with_mtp": True, **options},
+        **{"dtype": torch.float64, "with_mtp": True, **options},
     )
 
 
@@ -62,6 +64,14 @@ def test_layers_that_a_drafter_reads_are_computed(tmp_path, monkeypatch):
         found, hidden = computed_layers(model, monkeypatch)
     assert found == sorted({0, *tapped}) and len(tapped) == 3
     assert hidden.shape[1] == model.trunk_width
+
+
+def test_the_first_layer_of_a_float8_model_stands_for_no_other(tmp_path):
+    """Its norm adds nothing, and with experts alone no other norm both adds and quantizes."""
+    path = write_checkpoint(tmp_path / "model", layers=4, overrides=FLOAT8)
+    model = load(path, dtype=torch.bfloat16, with_mtp=False, quantization=Quantization.FP8)
+    with model.one_of_each_layer():
+        assert sorted(model._decoder._skipped_layers) == [2, 3]
 
 
 class OtherNorm(RMSNorm):
