@@ -298,7 +298,8 @@ def _request(prompt: Prompt, asked: CompletionRequest, job: ReadingJob) -> infer
         return request
     if asked.truncate_prompt_tokens is not None:
         prompt = prompt[-job.max_model_len :]  # the model reads no more
-    require_room(len(prompt), job.max_model_len)
+    else:
+        require_room(len(prompt), job.max_model_len)
     try:
         request.token_ids.ids.extend(prompt)
     except ValueError as error:

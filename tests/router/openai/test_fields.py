@@ -137,6 +137,9 @@ async def test_a_prompt_is_cut_if_asked():
         assert answer.choices[0].text == "6789hello world"
         await complete(client, "x" * 1990 + "0123456789", max_tokens=990, extra_body={"truncate_prompt_tokens": -1})
         assert prompt_of(sent_to(running)[-1]) == "0123456789"
+        for length in (999, 1000, 1001, 5000):
+            await complete(client, TOKENIZER.encode("x") * length, extra_body={"truncate_prompt_tokens": 4})
+            assert prompt_of(sent_to(running)[-1]) == "xxxx", length
         await chat(client, extra_body={"truncate_prompt_tokens": 11})
         assert prompt_of(sent_to(running)[-1]) == "<assistant>"
 
