@@ -67,11 +67,11 @@ def make_app(front: Front) -> ASGIApp:
     async def on_http(request: Request, error: Exception) -> Response:
         """Reply to an unknown path or a wrong method."""
         assert isinstance(error, HTTPException)
-        hint = _hint(request.url.path, paths) if error.status_code == HTTPStatus.NOT_FOUND else ""
-        message = f"{request.method} {request.url.path[:200]}: {error.detail}{hint}"
+        hint = _hint(request.scope["path"], paths) if error.status_code == HTTPStatus.NOT_FOUND else ""
+        message = f"{request.method} {request.scope['path'][:200]}: {error.detail}{hint}"
         code = _CODES.get(error.status_code, HTTPStatus(error.status_code).phrase.lower().replace(" ", "_"))
         refusal = HttpRefusal(error.status_code, message, code)
-        return JsonResponse.of_error(refusal, error.headers, _manner_of(request.url.path))
+        return JsonResponse.of_error(refusal, error.headers, _manner_of(request.scope["path"]))
 
     paths = frozenset(route.path for route in routes)
     handlers: Any = {BatonError: _on_error, HttpRefusal: _on_error, HTTPException: on_http, Exception: on_bug}
@@ -174,4 +174,4 @@ class PlainEndpoints:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BatonError | HttpRefusal)
-    return JsonResponse.of_error(error, manner=_manner_of(request.url.path))
+    return JsonResponse.of_error(error, manner=_manner_of(request.scope["path"]))
