@@ -113,10 +113,11 @@ class PushService:
         if openers is None:
             openers = sender_data_paths(config.transport, SenderSide(pool, io, epoch, host_id()))
         self._chooser = DataPathChooser(config.transport, openers, transport)
-        problem = layout.problem or self._shape.problem(self._rank, self._size) or self._chooser.problem
+        of_layout = layout.problem or self._shape.problem(self._rank, self._size)
+        problem = of_layout or self._chooser.problem
         if problem:
             transport.close()
-            raise ConfigInvalid(f"KV cannot be pushed: {problem}", keys=["transport"])
+            raise ConfigInvalid(f"KV cannot be pushed: {problem}", keys=[] if of_layout else ["transport"])
         self._incarnation = IncarnationFile(epoch, self._rank)
         identity = self._identity(epoch, config)
         protocol = self._protocol = PushProtocol(identity=identity, layout=layout, config=config)

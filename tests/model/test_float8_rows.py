@@ -43,9 +43,17 @@ MODELS = [(name, Numerics.DEFAULT) for name in SHAPES]
 MODELS += [(name, Numerics.INVARIANT) for name in SHAPES if name != "latent"]  # which is refused
 NUM_ROWS = (1, 2, 3, 4, 5, 17, 64, 130)
 FEW = {("chosen", 1), ("own", 3), ("library", 5), ("chosen", 17)}
+# In invariant numerics there is one plan for any number of rows, of rows that are quantized.
 CASES = [
-    pytest.param(plans, num_rows, marks=[] if (plans, num_rows) in FEW else [pytest.mark.slow])
-    for plans in ("chosen", "own", "library")
+    pytest.param(
+        (name, numerics),
+        plans,
+        num_rows,
+        marks=[] if (plans, num_rows) in FEW else [pytest.mark.slow],
+        id=f"{name} {numerics.value}-{plans}-{num_rows}",
+    )
+    for name, numerics in MODELS
+    for plans in (("chosen", "own", "library") if numerics is Numerics.DEFAULT else ("chosen",))
     for num_rows in NUM_ROWS
 ]
 
@@ -112,10 +120,8 @@ def memos(monkeypatch):
             monkeypatch.setattr(fp8, name, Memo())
 
 
-@pytest.mark.parametrize(("plans", "num_rows"), CASES)
+@pytest.mark.parametrize(("model", "plans", "num_rows"), CASES, indirect=["model"])
 def test_every_bit_is_as_if_float8_were_made_apart(model, plans, num_rows, monkeypatch):
-    if model.ops.is_invariant and plans != "chosen":
-        pytest.skip("there is one plan for any number of rows, of rows that are quantized")
     PLANS[plans](monkeypatch)
     found = passes(model, num_rows)
     assert found.isfinite().all()
