@@ -30,8 +30,8 @@ from baton.kernels import tuning
 from baton.kernels.arguments import require, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
+from baton.kernels.moe import gemm_hopper_triton, vector_plan, vector_triton
 from baton.kernels.moe import gemm_triton as moe_gemm_triton
-from baton.kernels.moe import vector_plan, vector_triton
 from baton.kernels.moe.align import GROUP, moe_align, moe_align_quantize, quantize_reference
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.moe import ExpertWeights, held_ids
@@ -137,10 +137,13 @@ def experts_grouped(
         choice = expert_TK.contiguous(), weight_TK.contiguous()
         vector_triton.launch(x_TD if x_TD.stride(1) == 1 else x_TD.contiguous(), *choice, weights, out_TD)
         return out_TD
+    num_rows = _own_rows(expert_TK.numel(), weights.held)
+    is_specialized = is_free and is_fp8 and gemm_hopper_triton.fits(weights, num_rows)
     if tiles is None:
-        rows = None if invariant else _own_rows(expert_TK.numel(), weights.held)
+        rows = None if invariant else num_rows
         device_index = x_TD.device.index if x_TD.device.type == "cuda" else None
         tiles = choose_tiles(num_experts, inner_size, hidden, is_fp8, rows, expert_TK.shape[1], device_index)
+    block_len = gemm_hopper_triton.BLOCK_LEN if is_specialized else tiles.block_len
     if is_fp8:  # a program quantizes whole groups, and multiplies by one scale at a time
         fits = tiles.gated_outputs == GROUP and GROUP % tiles.down_outputs == 0
         require(fits, "tiles", f"do not go with groups of {GROUP}: {tiles}")
@@ -148,17 +151,19 @@ def experts_grouped(
     first = 0 if weights.held is None else weights.held.first
     if is_fp8:
         alignment, values_TD, scale_TG = moe_align_quantize(
-            x_TD, expert_TK, num_experts, tiles.block_len, first_expert=first, implementation=implementation
+            x_TD, expert_TK, num_experts, block_len, first_expert=first, implementation=implementation
         )
     else:
-        alignment = moe_align(
-            expert_TK, num_experts, tiles.block_len, first_expert=first, implementation=implementation
-        )
+        alignment = moe_align(expert_TK, num_experts, block_len, first_expert=first, implementation=implementation)
     gemm = moe_gemm_triton.GroupedGemm(
         alignment, weights, tiles, expert_TK.contiguous(), weight_TK.contiguous(), x_TD.dtype
     )
     out_TD = torch.empty(x_TD.shape, dtype=dtype, device=x_TD.device)
-    moe_gemm_triton.launch(gemm, values_TD.contiguous(), scale_TG, out_TD)
+    if is_specialized:
+        assert scale_TG is not None
+        gemm_hopper_triton.launch(gemm, values_TD, scale_TG, out_TD)
+    else:
+        moe_gemm_triton.launch(gemm, values_TD.contiguous(), scale_TG, out_TD)
     return out_TD
 
 

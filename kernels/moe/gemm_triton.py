@@ -234,9 +234,8 @@ class GroupedGemm:
 def launch(gemm: GroupedGemm, x_TD: torch.Tensor, x_scale: torch.Tensor | None, out_TD: torch.Tensor) -> None:
     """Three launches, of x in float8 where it has scales, contiguous. Scales that are none are never read."""
     weights, tiles, weight_TK, is_fp8 = gemm.weights, gemm.tiles, gemm.weight_TK, x_scale is not None
-    num_experts, hidden, inner_size = weights.down_EDI.shape
-    num_tokens, num_chosen = weight_TK.shape
-    num_rows, device = weight_TK.numel(), x_TD.device
+    _, hidden, inner_size = weights.down_EDI.shape
+    num_rows, num_chosen, device = weight_TK.numel(), weight_TK.shape[1], x_TD.device
     inner = torch.empty(num_rows, inner_size, dtype=x_TD.dtype, device=device)
     part = torch.empty(num_rows, hidden, dtype=gemm.part_dtype, device=device)
     gate_up_scale = down_scale = inner_scale = weight_TK
@@ -244,7 +243,7 @@ def launch(gemm: GroupedGemm, x_TD: torch.Tensor, x_scale: torch.Tensor | None, 
         inner_scale = torch.empty(num_rows, inner_size // GROUP, dtype=torch.float32, device=device)
         gate_up_scale, down_scale = weights.gate_up_scale, weights.down_scale
     rows, block_expert = gemm.alignment.rows, gemm.alignment.block_expert
-    gated, down, total = _constants(inner_size, hidden, num_experts, num_chosen, tiles, is_fp8, weights.held, device)
+    gated, down = _constants(inner_size, hidden, num_chosen, tiles, is_fp8, device)
     num_blocks = len(block_expert)
     to_inner = (
         x_TD, x_scale if is_fp8 else weight_TK, weights.gate_up_EJD, gate_up_scale, rows, block_expert, inner,
@@ -254,26 +253,36 @@ def launch(gemm: GroupedGemm, x_TD: torch.Tensor, x_scale: torch.Tensor | None, 
     with torch.cuda.device_of(x_TD):
         _launch_gated((num_blocks * -(-inner_size // tiles.gated_outputs),), to_inner, gated)
         _launch_down((num_blocks * -(-hidden // tiles.down_outputs),), to_part, down)
-        _launch_sum((num_tokens, -(-hidden // SUM_COLUMNS)), (part, gemm.expert_TK, out_TD), total)
+        launch_sum(gemm, part, out_TD)
+
+
+def launch_sum(gemm: GroupedGemm, part_ND: torch.Tensor, out_TD: torch.Tensor) -> None:
+    """Add the parts of each token's choices."""
+    num_experts, hidden, _ = gemm.weights.down_EDI.shape
+    num_tokens, num_chosen = gemm.expert_TK.shape
+    is_early = gemm.alignment.block_len <= _FEW
+    total = _total_constants(num_experts, num_chosen, hidden, gemm.weights.held, is_early, part_ND.device)
+    _launch_sum((num_tokens, -(-hidden // SUM_COLUMNS)), (part_ND, gemm.expert_TK, out_TD), total)
 
 
 @functools.lru_cache(maxsize=256)
 def _constants(
-    inner_size: int,
-    hidden: int,
-    num_experts: int,
-    num_chosen: int,
-    tiles: Any,
-    is_fp8: bool,
-    held: HeldExperts | None,
-    device: torch.device,
-) -> tuple[Constants, Constants, Constants]:
-    """Of the three launches."""
+    inner_size: int, hidden: int, num_chosen: int, tiles: Any, is_fp8: bool, device: torch.device
+) -> tuple[Constants, Constants]:
+    """Of both GEMMs."""
     early = dependent_launch(device, tiles.block_len <= _FEW)
     gated = gated_constants(inner_size, hidden, num_chosen, tiles, is_fp8) | {"num_warps": tiles.gated_warps}
     down = down_constants(inner_size, hidden, tiles, is_fp8) | {"num_warps": tiles.down_warps}
-    total = sum_constants(num_experts, num_chosen, hidden, held) | {"num_warps": 2}
-    return Constants(gated | early), Constants(down | early), Constants(total | early)
+    return Constants(gated | early), Constants(down | early)
+
+
+@functools.lru_cache(maxsize=256)
+def _total_constants(
+    num_experts: int, num_chosen: int, hidden: int, held: HeldExperts | None, is_early: bool, device: torch.device
+) -> Constants:
+    """Of the sum over a token's choices."""
+    by_name = sum_constants(num_experts, num_chosen, hidden, held) | {"num_warps": 2}
+    return Constants(by_name | dependent_launch(device, is_early))
 
 
 _launch_gated = Launcher(_gated_kernel)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from baton.kernels.implementation import Implementation
+from baton.kernels.moe import gemm_hopper_triton
 from baton.kernels.moe.align import moe_align
 from baton.kernels.moe.fake_balance import ACKNOWLEDGEMENT, fake_balance_experts
 from baton.kernels.moe.gemm import Fp8ExpertWeights, dequantize, experts_grouped
@@ -94,6 +95,57 @@ def test_the_moe_output_is_its_reference_and_a_row_depends_on_itself(kind, num_e
         part = slice(num_tokens // 2, num_tokens // 2 + 1)
         alone_TD = experts_grouped(x_TD[part], weight_TK[part], expert_TK[part], weights, invariant=True)
         assert same_bits(alone_TD, whole_TD[part])
+
+
+def both_forms(inputs, monkeypatch, **options):
+    """By warps that are specialized, and by the other form: memory that either gets is full of NaN before."""
+    found = []
+    for is_specialized in (True, False):
+        monkeypatch.setattr(gemm_hopper_triton, "fits", lambda *_, is_it=is_specialized: is_it)
+        # More than any layer here takes: what the allocator hands out next.
+        poison = torch.full((1 << 28,), 0xFF, dtype=torch.uint8, device=CUDA)
+        del poison
+        (out_TD,) = without_waiting(lambda: (experts_grouped(*inputs, **options),))
+        found.append(out_TD)
+    return found
+
+
+@pytest.mark.parametrize(("inner_size", "hidden"), [(128, 256), (512, 2048), (384, 1024), (2048, 7168)])
+@pytest.mark.parametrize("counts", [[1, 63, 64, 65, 0, 127], [128, 129, 0, 192, 193, 1], [0, 0, 0, 0, 0, 300]])
+def test_chunks_by_specialized_warps_have_the_bits_of_the_other_form(counts, inner_size, hidden, monkeypatch):
+    weights = weights_of(len(counts), inner_size, hidden, "fp8")
+    expert_T = torch.arange(len(counts), device=CUDA).repeat_interleave(torch.tensor(counts, device=CUDA))
+    expert_TK = expert_T[torch.randperm(len(expert_T), device=CUDA)][:, None]
+    x_TD = torch.randn(len(expert_TK), hidden, device=CUDA).bfloat16()
+    x_TD[3] = float("nan")  # one token's; no other's business
+    weight_TK = torch.rand(expert_TK.shape, device=CUDA)
+    found_TD, wanted_TD = both_forms((x_TD, weight_TK, expert_TK, weights), monkeypatch)
+    is_finite_T = torch.arange(len(x_TD), device=CUDA) != 3
+    assert found_TD[is_finite_T].isfinite().all()
+    assert same_bits(found_TD[is_finite_T], wanted_TD[is_finite_T])
+    reference_TD = experts_grouped(x_TD, weight_TK, expert_TK, weights, implementation=REFERENCE)
+    assert relative_error(found_TD[is_finite_T], reference_TD[is_finite_T]) < 1e-2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_chunks_by_specialized_warps(seed, monkeypatch):
+    draw = torch.Generator().manual_seed(seed)
+
+    def drawn(*values):
+        return values[int(torch.randint(len(values), (), generator=draw))]
+
+    num_experts, num_chosen = drawn(8, 33, 256), drawn(1, 4, 8)
+    weights = weights_of(num_experts, drawn(128, 512, 768), drawn(512, 2048, 2560), "fp8")
+    num_tokens = drawn(5, 130, 1000, 3001)
+    x_TD = torch.randn(num_tokens, weights.down_EDI.shape[1], device=CUDA).bfloat16()
+    logits_TE = torch.randn(num_tokens, num_experts, device=CUDA) + 2 * torch.randn(num_experts, device=CUDA)
+    weight_TK, expert_TK = logits_TE.softmax(dim=1).topk(num_chosen, dim=1)
+    expert_TK[num_tokens // 2, 0] = -1
+    held = drawn(None, HeldExperts(num_experts // 4, num_experts // 2, num_experts))
+    if held is not None:
+        weights = some_experts(weights, slice(held.first, held.first + held.count), held)
+    dtype = drawn(torch.bfloat16, torch.float32)
+    assert same_bits(*both_forms((x_TD, weight_TK, expert_TK, weights), monkeypatch, out_dtype=dtype))
 
 
 @pytest.mark.parametrize(

@@ -110,11 +110,12 @@ def num_registers(cubin):
 
 def facts(variant, compiled, sass):
     """What the code for Hopper has: counts of instructions, registers, shared memory."""
-    counts = Counter(re.findall(rf"\b(?:{'|'.join(COUNTED)})\b", sass))
+    names = *COUNTED, *(name for name in variant.lacks if name not in COUNTED)
+    counts = Counter(re.findall(rf"\b(?:{'|'.join(names)})\b", sass))
     # Only where they are promised: which there are is a matter of tiles, and for most kernels nobody's concern.
     shapes = sorted(set(re.findall(r"\b[HQ]GMMA\.(\d+x\d+x\d+)", sass))) if variant.shapes else []
     return {
-        **{name: counts[name] for name in COUNTED if counts[name]},
+        **{name: counts[name] for name in names if counts[name]},
         **({"shapes": shapes} if shapes else {}),
         "source": source_hash(variant),
         "registers": num_registers(compiled.asm["cubin"]),
