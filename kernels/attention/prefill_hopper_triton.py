@@ -45,7 +45,7 @@ BLOCK_SIZES = (16, 32, 64)
 
 
 @functools.cache
-def _multiprocessors(device_index: int | None) -> int:
+def num_multiprocessors(device_index: int | None) -> int:
     """Of a Hopper GPU; 0 of any other, and of what is none."""
     if device_index is None or torch.version.cuda is None or torch.cuda.get_device_capability(device_index)[0] != 9:
         return 0
@@ -59,7 +59,7 @@ def is_ours(options: Mapping[str, Any]) -> bool:
 
 def fits_size(device_index: int | None, head_dim: int, block_size: int) -> bool:
     """Whether this form is for that GPU, and for heads and blocks of that size."""
-    return _multiprocessors(device_index) > 0 and head_dim in HEAD_DIMS and block_size in BLOCK_SIZES
+    return num_multiprocessors(device_index) > 0 and head_dim in HEAD_DIMS and block_size in BLOCK_SIZES
 
 
 def fits(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor) -> bool:
@@ -107,7 +107,7 @@ def launch(
     num_tiles = num_tokens * (num_heads // num_kv_heads) // (ROWS * options["GROUPS"]) + num_sequences
     total = num_tiles * num_kv_heads
     is_persistent = options["PERSISTENT"] and num_sequences == 1
-    num_programs = min(total, _multiprocessors(query_TAD.device.index)) if is_persistent else total
+    num_programs = min(total, num_multiprocessors(query_TAD.device.index)) if is_persistent else total
     nothing = output_TAD, context_lens_B, context_lens_B  # in the place of parts, their logarithms, and a plan
     places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD
     _launch((num_programs,), places, nothing, num_tiles, -(-total // num_programs), 0, scale, options)

@@ -67,8 +67,20 @@ def _mask(score_RN, position_R, first, BN: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _step(
-    query, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns, weight_RN, mixed_RD,
+def _scores(queries, key_tiles, stage, BN: gl.constexpr):
+    """Issue the matmuls of queries and keys, whose columns lie in one part or in several."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    zero_RN = gl.zeros([64, BN], gl.float32, scores)
+    key_DN = key_tiles[0].index(stage).permute((1, 0))
+    score_RN = warpgroup_mma(queries[0], key_DN, zero_RN, use_acc=False, is_async=True)
+    for part in gl.static_range(1, len(queries)):
+        score_RN = warpgroup_mma(queries[part], key_tiles[part].index(stage).permute((1, 0)), score_RN, is_async=True)
+    return score_RN
+
+
+@gluon.jit
+def step_walk(
+    queries, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns, weight_RN, mixed_RD,
     maximum_R, total_R, position_R, first, factor, count, WHICH: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, PIN: gl.constexpr,
     MASKED: gl.constexpr,
@@ -81,8 +93,7 @@ def _step(
     mbarrier.wait(key_full.index(stage), (count // STAGES) & 1)
     if TURNS:
         mbarrier.wait(turns.index(WHICH), (count & 1) ^ (WHICH == 0))
-    zero_RN = gl.zeros([64, BN], gl.float32, scores)
-    score_RN = warpgroup_mma(query, key_tiles.index(stage).permute((1, 0)), zero_RN, use_acc=False, is_async=True)
+    score_RN = _scores(queries, key_tiles, stage, BN)
     mbarrier.wait(value_full.index(before), ((count - 1) // STAGES) & 1)
     mixed_RD = warpgroup_mma(weight_RN, value_tiles.index(before), mixed_RD, is_async=True)
     if TURNS:
@@ -98,13 +109,13 @@ def _step(
     mixed_RD, wide_RN = warpgroup_mma_wait(0, deps=[mixed_RD, wide_RN])
     mbarrier.arrive(value_empty.index(before), count=1)
     mixed_RD = mixed_RD * gl.convert_layout(shrink_R, gl.SliceLayout(1, acc_layout))[:, None]
-    weight_RN = gl.convert_layout(wide_RN.to(query.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+    weight_RN = gl.convert_layout(wide_RN.to(queries[0].dtype), gl.DotOperandLayout(0, acc_layout, 2))
     return weight_RN, mixed_RD, maximum_R, total_R
 
 
 @gluon.jit
-def _begin(
-    query, key_tiles, key_full, key_empty, turns, maximum_R, total_R, position_R, first, factor, count,
+def begin_walk(
+    queries, key_tiles, key_full, key_empty, turns, maximum_R, total_R, position_R, first, factor, count,
     WHICH: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The weights of the first tile."""
@@ -114,20 +125,19 @@ def _begin(
     mbarrier.wait(key_full.index(stage), (count // STAGES) & 1)
     if TURNS:
         mbarrier.wait(turns.index(WHICH), (count & 1) ^ (WHICH == 0))
-    score_RN = gl.zeros([64, BN], gl.float32, scores)
-    score_RN = warpgroup_mma(query, key_tiles.index(stage).permute((1, 0)), score_RN, use_acc=False, is_async=True)
+    score_RN = _scores(queries, key_tiles, stage, BN)
     if TURNS:
         mbarrier.arrive(turns.index((WHICH + 1) % turns.shape[0]), count=1)
     score_RN = warpgroup_mma_wait(0, deps=[score_RN])
     mbarrier.arrive(key_empty.index(stage), count=1)
     score_RN = _mask(score_RN, position_R, first, BN, scores)
     wide_RN, maximum_R, total_R, _ = _weigh(score_RN, maximum_R, total_R, factor, True)
-    weight_RN = gl.convert_layout(wide_RN.to(query.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+    weight_RN = gl.convert_layout(wide_RN.to(queries[0].dtype), gl.DotOperandLayout(0, acc_layout, 2))
     return weight_RN, maximum_R, total_R
 
 
 @gluon.jit
-def _end(value_tiles, value_full, value_empty, weight_RN, mixed_RD, count, STAGES: gl.constexpr):
+def end_walk(value_tiles, value_full, value_empty, weight_RN, mixed_RD, count, STAGES: gl.constexpr):
     """With the P V matmul of the last tile."""
     before = (count + STAGES - 1) % STAGES
     mbarrier.wait(value_full.index(before), ((count - 1) // STAGES) & 1)
@@ -165,31 +175,31 @@ def _attend(
     maximum_R = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
     total_R = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
     mixed_RD = gl.zeros([64, D], gl.float32, acc_layout)
-    weight_RN, maximum_R, total_R = _begin(
-        query_tile, key_tiles, key_full, key_empty, turns, maximum_R, total_R, position_R,
+    weight_RN, maximum_R, total_R = begin_walk(
+        (query_tile,), (key_tiles,), key_full, key_empty, turns, maximum_R, total_R, position_R,
         (high - 1) * BN, factor, count, WHICH, BN, D, STAGES, TURNS,
     )  # fmt: skip
     count += 1
     for step in range(1, num_masked):
-        weight_RN, mixed_RD, maximum_R, total_R = _step(
-            query_tile, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
+        weight_RN, mixed_RD, maximum_R, total_R = step_walk(
+            (query_tile,), (key_tiles,), value_tiles, key_full, key_empty, value_full, value_empty, turns,
             weight_RN, mixed_RD, maximum_R, total_R, position_R, (high - 1 - step) * BN, factor,
             count, WHICH, BN, D, STAGES, TURNS, PIN, True,
         )  # fmt: skip
         count += 1
     for _ in range(num_masked, high - low):
-        weight_RN, mixed_RD, maximum_R, total_R = _step(
-            query_tile, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
+        weight_RN, mixed_RD, maximum_R, total_R = step_walk(
+            (query_tile,), (key_tiles,), value_tiles, key_full, key_empty, value_full, value_empty, turns,
             weight_RN, mixed_RD, maximum_R, total_R, position_R, 0, factor,
             count, WHICH, BN, D, STAGES, TURNS, PIN, False,
         )  # fmt: skip
         count += 1
-    mixed_RD = _end(value_tiles, value_full, value_empty, weight_RN, mixed_RD, count, STAGES)
+    mixed_RD = end_walk(value_tiles, value_full, value_empty, weight_RN, mixed_RD, count, STAGES)
     return mixed_RD, total_R, maximum_R, count
 
 
 @gluon.jit
-def _store(
+def store_rows(
     mixed_RD, output, query_tile, start, query_len, first_row, head, output_stride, output_head_stride,
     WHICH: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -248,7 +258,7 @@ def _consume(
                     # Loaded again, for registers are short.
                     _, low, end, start, query_len, context_len, first_row = find_piece(piece, plan, starts, BM, H)
                     if (low == 0) & (end * BN >= context_len):
-                        _store(
+                        store_rows(
                             mixed_RD, output, query_tile, start, query_len, first_row, head, output_stride,
                             output_head_stride, WHICH, G, D,
                         )  # fmt: skip
@@ -279,7 +289,7 @@ def _consume(
                         query_head_stride, factor, count, WHICH, G, D, BN, STAGES, TURNS, PIN,
                     )  # fmt: skip
                     mixed_RD = mixed_RD / gl.convert_layout(total_R, gl.SliceLayout(1, acc_layout))[:, None]
-                    _store(
+                    store_rows(
                         mixed_RD, output, query_tile, start, query_len, first_row, head, output_stride,
                         output_head_stride, WHICH, G, D,
                     )  # fmt: skip

@@ -5,7 +5,9 @@ layer computes keys and values of the chunk's whole context, including its cache
 processed in *windows* of positions whose expanded keys and values fit a bound; partial sums carry over from one window
 to the next, so the result is that of a single window.
 
-This module does not know pools, and takes lengths from the host only.
+Attention over a window has a form of its own on Hopper (`kernels.mla.prefill_hopper_triton`), where DeepSeek's heads
+are served; elsewhere it is `kernels.mla.prefill_triton`. This module does not know pools, and takes lengths from the
+host only.
 
 Source: DeepSeek-V2 (2024), section 2.1; Dao 2023 (FlashAttention-2).
 Legend: T tokens, B sequences, A query heads (of this rank), N columns of a query without RoPE, P columns with RoPE, E =
@@ -24,7 +26,7 @@ from baton.kernels.attention.block_tables import require_lens
 from baton.kernels.attention.decode_plan import SplitKVPlans
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation, uses_triton
-from baton.kernels.mla import prefill_triton
+from baton.kernels.mla import prefill_hopper_triton, prefill_triton
 from baton.kernels.mla.decode import BLOCK_SIZES
 from baton.kernels.mla.latent_rows import absorbed_queries, absorbed_values
 from baton.kernels.mla.sizes import unfit_heads, unfit_latents
@@ -160,6 +162,9 @@ def _by_windows(
     windows = plans.keep(
         ("mla_prefill", query_lens, context_lens, most), lambda: make_windows(query_lens, context_lens, most, device)
     )
+    sizes = query_TAE.shape[2] - turned_dim, turned_dim, value_dim
+    on_hopper = prefill_hopper_triton.fits(query_TAE, rows_KSX, sizes)
+    attend = prefill_hopper_triton.launch if on_hopper else prefill_triton.attend
     out_TAV = query_TAE.new_empty(*query_TAE.shape[:2], value_dim)
     num_carried = out_TAV.numel() if len(windows) > 1 else 1
     sums = torch.empty(num_carried, dtype=torch.float32, device=device)
@@ -170,9 +175,9 @@ def _by_windows(
             num_positions=window.num_positions, most_positions=window.most_positions, latent_dim=latent_dim,
         )  # fmt: skip
         expanded_LW = torch.mm(rows_LX[:, :latent_dim], expand_AYC.flatten(0, 1).t())
-        prefill_triton.attend(
+        attend(
             query_TAE, expanded_LW, rows_LX, window.numbers_6B, out_TAV, carried,
-            max_query_len=max(query_lens), turned_dim=turned_dim, scale=scale,
+            max_query_len=max(query_lens), most_positions=window.most_positions, turned_dim=turned_dim, scale=scale,
         )  # fmt: skip
     return out_TAV
 

@@ -199,12 +199,14 @@ def attend(
     carried: tuple[torch.Tensor, torch.Tensor],
     *,
     max_query_len: int,
+    most_positions: int,
     turned_dim: int,
     scale: float,
 ) -> None:
     """One window's share of the attention; everything was checked before.
 
-    `carried` are sums and logarithms, float32, never touched where one window has all contexts to their ends.
+    `carried` are sums and logarithms, float32, never touched where one window has all contexts to their ends;
+    `most_positions` are those of one sequence, which decide nothing here.
     """
     num_heads, query_dim = query_TAE.shape[1:]
     arguments = (

@@ -238,7 +238,7 @@ def stub():
     torch.Tensor.new_empty = lambda x, *sizes, **options: x.new_zeros(*sizes, **options)
     functional.linear = lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight))
     torch.mm = lambda left, right: left.new_zeros(len(left), right.shape[1])
-    attention_prefill_hopper_triton._multiprocessors = lambda index: 132
+    attention_prefill_hopper_triton.num_multiprocessors = lambda index: 132
     slots.fused_copy = kernel_warm_up.fused_copy = _copy
     kv_dequantize.MAX_BYTES = 16 << 20  # two contexts, so that there are steps with more
     gemm_fp8_hopper_triton._is_hopper = lambda index: True

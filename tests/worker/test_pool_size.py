@@ -50,7 +50,7 @@ def pool_sizes(
 ):  # fmt: skip
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, TOTAL_BYTES))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: WEIGHT_BYTES)
-    monkeypatch.setattr(attention_prefill_hopper_triton, "_multiprocessors", lambda index: 132 * is_hopper)
+    monkeypatch.setattr(attention_prefill_hopper_triton, "num_multiprocessors", lambda index: 132 * is_hopper)
     layout = KVLayout.of_attention(
         model_hash="m", num_layers=2, num_kv_heads=4, head_dim=head_dim, block_size=16, dtype=dtype, more=more
     )
