@@ -135,6 +135,7 @@ def test_no_step_launches_what_the_warm_up_did_not():
         assert sum(found[name]["warm"].values()) > 80
         assert not found[name]["late"], name
     assert found["dense"]["warm"]["gemm_kernel"] >= 3, "GEMMs in the form for Hopper, which the stub says there is"
+    assert found["latent"]["warm"]["mla_prefill_hopper_kernel"] == 2, "of chunks of few rows, and of many"
     assert not found["not warmed"]["warm"]
     assert len(found["not warmed"]["late"]) >= 15, "what the others are spared"
 

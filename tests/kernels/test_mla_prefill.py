@@ -1,7 +1,9 @@
 """Expanded attention over latents in Triton's interpreter against its definition in float64, NaN beside all rows."""
 
 import random
+from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.attention.decode_plan import SplitKVPlans
 from baton.kernels.implementation import Implementation
+from baton.kernels.mla import prefill, prefill_hopper_triton, prefill_triton, prefill_warp_specialized_triton
 from baton.kernels.mla.latent_rows import attend_expanded
 from baton.kernels.mla.prefill import make_windows, mla_prefill
 from baton.tests.kernels.harness import Guards, assert_deterministic, relative_error, same_bits, strided
@@ -165,8 +168,6 @@ def test_the_reference_is_what_float64_says():
 
 @pytest.mark.long
 def test_layers_of_a_pass_share_their_windows(monkeypatch):
-    from baton.kernels.mla import prefill
-
     made = []
     monkeypatch.setattr(prefill, "make_windows", lambda *given: made.append(given) or make_windows(*given))
     problem, plans = Problem(MIXED), SplitKVPlans()
@@ -239,3 +240,172 @@ def test_what_does_not_fit_is_named(argument, changes):
     with pytest.raises(KernelArgumentInvalid) as caught:
         problem.run()
     assert caught.value.fields["argument"] == argument
+
+
+@dataclass
+class Walks:
+    """The form for Hopper cannot run here; which tiles its programs walk over is arithmetic, and that can."""
+
+    monkeypatch: pytest.MonkeyPatch
+    num_heads: int
+
+    def __post_init__(self):
+        self.program, self.num_programs = 0, 1
+        stub = SimpleNamespace(
+            num_programs=lambda axis: self.num_programs,
+            program_id=lambda axis: self.program,
+            where=lambda condition, one, other: one if condition else other,
+            minimum=min,
+            maximum=max,
+        )
+        device = prefill_warp_specialized_triton
+        self.monkeypatch.setattr(device, "gl", stub)
+        self.monkeypatch.setattr(device, "_number", lambda numbers, place, sequence, _: int(numbers[place, sequence]))
+        self.find, self.find_walk = device._find.fn, device._find_walk.fn
+
+    def of_a_program(self, numbers, num_tiles, num_rounds, together, rows, keys):
+        """Its walks: sequence, head, first row, rows, keys in the window, keys before the chunk, tiles."""
+        num_sequences = numbers.shape[1]
+        for round_ in range(num_rounds):
+            sequence, head, first, exists = self.find(round_, num_tiles, self.num_heads, num_sequences, together, rows)
+            if exists:
+                yield sequence, head, first, *self.find_walk(numbers, sequence, num_sequences, first, rows, keys)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("num_programs", [None, 1, 7, 132])
+@pytest.mark.parametrize(("most", "together"), [(1000, 1), (100, 2), (64, 6)])
+def test_programs_on_hopper_walk_over_what_each_row_sees_once(monkeypatch, most, together, num_programs):
+    chunks, num_heads, keys = ((130, 130), (0, 40), (70, 300), (1, 65)), 6, 64
+    query_lens, context_lens = zip(*chunks, strict=True)
+    windows = make_windows(query_lens, context_lens, most, CPU)
+    walks = Walks(monkeypatch, num_heads)
+    num_tiles = -(-max(query_lens) // 128)
+    total = num_tiles * num_heads * len(chunks)
+    walks.num_programs = num_programs or total
+    seen = Counter()
+    for window in windows:
+        for program in range(walks.num_programs):
+            walks.program = program
+            for sequence, head, first, rows, key_len, before, tiles in walks.of_a_program(
+                window.numbers_6B, num_tiles, -(-total // walks.num_programs), together, 128, keys
+            ):
+                assert tiles == 0 or (tiles - 1) * keys < key_len
+                for row in range(first, min(first + 128, rows)):
+                    visible = max(0, min(before + row + 1, key_len))
+                    assert visible <= tiles * keys
+                    seen[sequence, head, row] += visible
+    assert seen == {
+        (sequence, head, row): context - rows + row + 1
+        for sequence, (rows, context) in enumerate(chunks)
+        for head in range(num_heads)
+        for row in range(rows)
+    }
+
+
+@pytest.mark.fast
+def test_programs_on_hopper_take_the_longest_walks_of_a_few_heads_first(monkeypatch):
+    walks = Walks(monkeypatch, 16)
+    walks.num_programs, found = 4 * 16, []
+    for program in range(walks.num_programs):
+        walks.program = program
+        found.append(walks.find(0, 4, 16, 1, 8, 128))
+    assert [first for _, _, first, _ in found[:32:8]] == [384, 256, 128, 0]
+    assert {head for _, head, _, _ in found[:32]} == set(range(8))
+    assert [head for _, head, _, _ in found[32:40]] == list(range(8, 16))
+    assert not walks.find(1, 4, 16, 1, 8, 128)[3]
+
+
+@pytest.mark.fast
+def test_heads_that_are_under_way_together_fit_the_cache_and_divide_all():
+    together = prefill_hopper_triton._heads_together
+    assert [together(128, length * 640) for length in (64, 4096, 8192, 60_000, 1 << 20)] == [128, 8, 4, 1, 1]
+    assert [together(heads, 1) for heads in (1, 3, 12, 16)] == [1, 1, 4, 16]
+
+
+SERVED = {"num_heads": 2, "nope": 128, "turned": 64, "values": 128, "latent": 128}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("sizes", "is_hopper", "fits"),
+    [
+        ({}, True, True),
+        ({"dtype": torch.float16}, True, True),
+        ({}, False, False),
+        ({"nope": 64}, True, False),
+        ({"turned": 32}, True, False),
+        ({"values": 64}, True, False),
+    ],
+)
+def test_the_form_for_hopper_is_for_hopper_and_for_heads_that_are_served(monkeypatch, sizes, is_hopper, fits):
+    """Of one call, each window is taken by the same form."""
+    monkeypatch.setattr(
+        prefill_hopper_triton.attention_prefill_hopper_triton, "num_multiprocessors", lambda _: 132 * is_hopper
+    )
+    taken = []
+    monkeypatch.setattr(prefill_hopper_triton, "launch", lambda *_, **given: taken.append((True, given)))
+    monkeypatch.setattr(prefill_triton, "attend", lambda *_, **given: taken.append((False, given)))
+    problem = Problem(((20, 50), (3, 4)), **{**SERVED, **sizes})
+    problem.run(most=30)
+    assert [on_hopper for on_hopper, _ in taken] == [fits, fits]
+    assert [given["most_positions"] for _, given in taken] == [30, 20]
+    assert all(given["max_query_len"] == 20 for _, given in taken)
+
+
+@pytest.mark.fast
+def test_the_form_for_hopper_is_for_no_cpu():
+    problem = Problem(((3, 4),), **SERVED)
+    assert not prefill_hopper_triton.fits(problem.query, problem.rows, prefill_hopper_triton.SIZES)
+
+
+class Launched:
+    """What `launch` of the form for Hopper asks of its kernel."""
+
+    def __init__(self, monkeypatch, chunks, num_heads=16, num_multiprocessors=132, **options):
+        monkeypatch.setattr(prefill_hopper_triton, "_launch_attend", self)
+        monkeypatch.setattr(
+            prefill_hopper_triton.attention_prefill_hopper_triton,
+            "num_multiprocessors",
+            lambda _: num_multiprocessors,
+        )
+        query_lens, context_lens = zip(*chunks, strict=True)
+        (window,) = make_windows(query_lens, context_lens, 1 << 20, CPU)
+        nothing = torch.empty(1)
+        total, num_rows = window.num_positions, sum(query_lens)
+        query = torch.empty(num_rows, num_heads, 192, dtype=BF16)
+        prefill_hopper_triton.launch(
+            query, torch.empty(total, num_heads * 256, dtype=BF16), torch.empty(total, 576, dtype=BF16),
+            window.numbers_6B, torch.empty(num_rows, num_heads, 128, dtype=BF16), (nothing, nothing),
+            max_query_len=max(query_lens), most_positions=window.most_positions, turned_dim=64, scale=1.0,
+            options={**prefill_hopper_triton.default_options(max(query_lens)), **options} if options else None,
+        )  # fmt: skip
+
+    def __call__(self, grid, arguments, constants):
+        names = prefill_hopper_triton.mla_prefill_hopper_kernel.arg_names
+        (self.num_programs,), self.options = grid, dict(constants.by_name)
+        self.given = dict(zip(names, arguments, strict=False))
+
+
+@pytest.mark.fast
+def test_what_the_form_for_hopper_launches(monkeypatch):
+    launched = Launched(monkeypatch, ((129, 200), (5, 100)))
+    assert launched.num_programs == 2 * 16 * 2
+    assert (launched.given["num_tiles"], launched.given["num_rounds"], launched.given["together"]) == (2, 1, 16)
+    assert (launched.given["query_stride"], launched.given["query_head_stride"]) == (16 * 192 // 16, 192 // 16)
+    keys = launched.options["BN"]
+    expanded, turned = launched.given["expanded"], launched.given["turned"]
+    assert (expanded.shape, expanded.strides, expanded.block_shape) == ([300, 4096], [4096, 1], [keys, 64])
+    assert (turned.shape, turned.strides, turned.block_shape) == ([300, 576], [576, 1], [keys, 64])
+    assert [launched.options[name] for name in "NPVX"] == [128, 64, 128, 576]
+    launched = Launched(monkeypatch, ((129, 200), (5, 100)), num_multiprocessors=10, PERSISTENT=True)
+    assert (launched.num_programs, launched.given["num_rounds"]) == (10, 7)
+
+
+@pytest.mark.fast
+def test_chunks_of_few_rows_take_programs_of_one_warpgroup_on_hopper(monkeypatch):
+    for rows, groups in ((1, 1), (64, 1), (65, 2)):
+        launched = Launched(monkeypatch, ((rows, 200),))
+        assert launched.options["GROUPS"] == groups
+        assert launched.num_programs == 16
+        assert launched.options.get("maxnreg") == {1: 128, 2: None}[groups]
