@@ -44,6 +44,7 @@ from baton.model.model import Model
 _WIDTHS_LEN = (1024, 4096)  # context lengths from which other attention kernels may be faster
 _MAX_TOKENS = 16_384  # of a pass: beyond, the same kernels are used
 _MAX_CHUNKS_TOKENS = 2048  # of several chunks together, which differ from one chunk only by their number
+_CONTINUED_TOKENS = 128  # of a chunk that goes on with a long context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +97,15 @@ def decode_shapes(reach: Reach, block_size: int) -> Iterator[tuple[int, int]]:
 @torch.inference_mode()
 def warm_up_prefill_passes(model: Model, pool: KVPool, reach: Reach) -> None:
     """Run trunk and MTP head over chunks."""
+    block_size = pool.layout.block_size
+    shapes = [(0, lens, width) for lens, width in prefill_shapes(reach, block_size)]
+    # These begin a sequence: where chunks are short, no context of theirs is long.
+    end = min(reach.context_len, _WIDTHS_LEN[-1])
+    num_rows = min(reach.num_tokens, end, _CONTINUED_TOKENS)
+    shapes.append((end - num_rows, (num_rows,), -(-end // block_size)))
     with model.one_of_each_layer():
-        for lens, width in prefill_shapes(reach, pool.layout.block_size):
-            inputs = prefill_inputs([_chunk(length, pool) for length in lens], pool)
+        for start, lens, width in shapes:
+            inputs = prefill_inputs([_chunk(start, length, pool) for length in lens], pool)
             tables_BW = inputs.batch.block_tables_BM.new_full((len(lens), width), pool.num_blocks)
             batch = replace(inputs.batch, block_tables_BM=tables_BW)
             hidden_TD = model.trunk(inputs.token_ids_T, batch, pool, ignore_layer)
@@ -134,17 +141,18 @@ def _decode_pass(
         passes.draft(first_B, entries_TD[:: num_drafts + 1], first_B)
 
 
-def _chunk(length: int, pool: KVPool) -> ChunkRows:
-    num_blocks = -(-length // pool.layout.block_size)
-    ids = np.zeros(length, dtype=np.int64)
+def _chunk(start: int, length: int, pool: KVPool) -> ChunkRows:
+    end = start + length
+    num_blocks = -(-end // pool.layout.block_size)
+    ids = np.zeros(end, dtype=np.int64)
     state_slot = pool.num_state_slots if pool.layout.has_state else None
     return ChunkRows(
         token_ids=ids,
-        start=0,
+        start=start,
         length=length,
         blocks=(pool.num_blocks,) * num_blocks,
         state_slot=state_slot,
-        keep_in=() if state_slot is None else ((length, state_slot),),
+        keep_in=() if state_slot is None else ((end, state_slot),),
     )
 
 

@@ -3,7 +3,8 @@
 
 What is computed, and how windows carry sums, is as `kernels.mla.prefill_triton` says. Here the warps of a program are
 specialized as in `kernels.attention.prefill_hopper_triton`, whose walk this is: one warp copies tiles by TMA, one or
-two warpgroups of 64 rows each compute (TURNS, PIN: see there). What was carried is added at the end of a walk.
+two warpgroups of 64 rows each compute. TURNS, PIN and PERSISTENT programs (see there) were slower here. What was
+carried is added at the end of a walk.
 
 A box of TMA takes 64 columns, a swizzle's width, of BN positions of the window; a tile of keys is those of a head and
 those with RoPE, which all heads share. Of the tile that reaches past a sequence's keys the values come by masked copies
@@ -21,7 +22,6 @@ value, L positions of a window, X elements of a row, W columns of all heads.
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -35,9 +35,9 @@ from baton.kernels.variant import Variant
 ROWS = 64  # of a warpgroup
 SIZES = (128, 64, 128)  # N, P and V
 _SHARED_BYTES = 32 << 20  # of the L2 cache, for keys and values of the heads that are under way
-_LONG = {"GROUPS": 2, "BN": 128, "STAGES": 2, "TURNS": True, "PIN": True, "PERSISTENT": False}
-_SHORT = {"GROUPS": 1, "BN": 64, "STAGES": 2, "TURNS": False, "PIN": False, "PERSISTENT": False}
-_WAYS = ("GROUPS", "BN", "STAGES", "TURNS", "PIN")
+_LONG = {"GROUPS": 2, "BN": 128, "STAGES": 2}
+_SHORT = {"GROUPS": 1, "BN": 64, "STAGES": 2}
+_SHORT_LEN = 512  # positions of a sequence up to which these are faster for chunks of any size
 _LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 
 
@@ -47,9 +47,9 @@ def fits(query_TAE: torch.Tensor, rows_KSX: torch.Tensor, sizes: tuple[int, int,
     return on_hopper and sizes == SIZES and rows_KSX.shape[2] % 8 == 0
 
 
-def default_options(max_query_len: int) -> Mapping[str, Any]:
-    """Options for chunks of up to so many rows."""
-    return _SHORT if max_query_len <= ROWS else _LONG
+def default_options(max_query_len: int, most_positions: int) -> Mapping[str, int]:
+    """Options for chunks of up to so many rows, of a window that has up to so many positions of a sequence."""
+    return _SHORT if max_query_len <= ROWS or most_positions <= _SHORT_LEN else _LONG
 
 
 def launch(
@@ -64,34 +64,29 @@ def launch(
     most_positions: int,
     turned_dim: int,
     scale: float,
-    options: Mapping[str, Any] | None = None,
 ) -> None:
     """One window's share of the attention; everything was checked before, and fits.
 
     `carried` as for `prefill_triton.attend`; `most_positions` are those of one sequence.
     """
-    options = options or default_options(max_query_len)
+    options = default_options(max_query_len, most_positions)
     num_heads, query_dim = query_TAE.shape[1:]
     nope_dim, value_dim = query_dim - turned_dim, out_TAV.shape[2]
     num_positions, num_columns = expanded_LW.shape
     row_len, num_sequences = rows_LX.shape[1], numbers_6B.shape[1]
     num_tiles = -(-max_query_len // (ROWS * options["GROUPS"]))
-    total = num_tiles * num_heads * num_sequences
-    num_programs = total
-    if options["PERSISTENT"]:
-        num_programs = min(total, attention_prefill_hopper_triton.num_multiprocessors(query_TAE.device.index))
-    together = options.get("HEADS") or _heads_together(num_heads, most_positions * (query_dim + value_dim) * 2)
+    together = _heads_together(num_heads, most_positions * (query_dim + value_dim) * 2)
     arguments = (
         query_TAE,
         TensorDescriptor(expanded_LW, [num_positions, num_columns], [num_columns, 1], [options["BN"], 64], _LAYOUT),
         TensorDescriptor(rows_LX, [num_positions, row_len], [row_len, 1], [options["BN"], 64], _LAYOUT),
         expanded_LW, numbers_6B, out_TAV, *carried, scale,
         query_TAE.stride(0) // STRIDE_UNIT, query_TAE.stride(1) // STRIDE_UNIT, num_sequences, num_heads,
-        num_tiles, -(-total // num_programs), together,
+        num_tiles, together,
     )  # fmt: skip
-    ways = tuple((name, options[name]) for name in _WAYS)
+    constants = _constants(nope_dim, turned_dim, value_dim, row_len, *options.items())
     with torch.cuda.device_of(query_TAE):
-        _launch_attend((num_programs,), arguments, _constants(nope_dim, turned_dim, value_dim, row_len, *ways))
+        _launch_attend((num_tiles * num_heads, num_sequences), arguments, constants)
 
 
 def _heads_together(num_heads: int, head_bytes: int) -> int:
@@ -101,13 +96,12 @@ def _heads_together(num_heads: int, head_bytes: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _constants(nope_dim: int, turned_dim: int, value_dim: int, row_len: int, *options: tuple[str, Any]) -> Constants:
+def _constants(nope_dim: int, turned_dim: int, value_dim: int, row_len: int, *options: tuple[str, int]) -> Constants:
     sizes = {"N": nope_dim, "P": turned_dim, "V": value_dim, "X": row_len}
-    ways = dict(options)
-    return Constants({**sizes, **ways, "num_warps": 4, **_registers(ways)})
+    return Constants({**sizes, **dict(options), "num_warps": 4, **_registers(dict(options))})
 
 
-def _registers(options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _registers(options: Mapping[str, int]) -> Mapping[str, int]:
     """Triton's option for programs of one warpgroup, of which a multiprocessor has two at a time."""
     return {"maxnreg": 128} if options["GROUPS"] == 1 else {}
 
@@ -115,15 +109,11 @@ def _registers(options: Mapping[str, Any]) -> Mapping[str, Any]:
 _launch_attend = Launcher(mla_prefill_hopper_kernel)
 
 
-def _variant(options: Mapping[str, Any]) -> Variant:
+def _variant(options: Mapping[str, int]) -> Variant:
     box = f"tensordesc<bf16[{options['BN']}, 64],{_LAYOUT!r}>"
-    integers = (
-        "query_stride", "query_head_stride", "num_sequences", "num_heads", "num_tiles", "num_rounds", "together",
-    )  # fmt: skip
-    words = [word for word in ("TURNS", "PIN") if options[word]]
-    tile = " ".join([f"{ROWS * options['GROUPS']}x{options['BN']} s{options['STAGES']}", *words]).lower()
+    integers = ("query_stride", "query_head_stride", "num_sequences", "num_heads", "num_tiles", "together")
     return Variant(
-        name=f"mla_prefill hopper {tile}",
+        name=f"mla_prefill hopper {ROWS * options['GROUPS']}x{options['BN']} s{options['STAGES']}",
         kernel=mla_prefill_hopper_kernel,
         types={
             **dict.fromkeys(("query", "values", "out"), "*bf16"),
@@ -133,7 +123,7 @@ def _variant(options: Mapping[str, Any]) -> Variant:
             **dict.fromkeys(integers, "i32"),
             "scale": "fp32",
         },
-        constants=dict(zip("NPVX", (*SIZES, 576), strict=True)) | {name: options[name] for name in _WAYS},
+        constants=dict(zip("NPVX", (*SIZES, 576), strict=True)) | dict(options),
         aligned=("query", "values", "out", "carried", "carried_logs"),
         num_warps=4,
         contains=("HGMMA", "UTMALDG", "USETMAXREG"),
@@ -146,5 +136,5 @@ def _variant(options: Mapping[str, Any]) -> Variant:
 
 
 def variants() -> list[Variant]:
-    """What serving launches for DeepSeek-V3's heads: of chunks of many rows, and of few."""
+    """What serving launches for DeepSeek-V3's heads: of long walks, and of short ones."""
     return [_variant(options) for options in (_LONG, _SHORT)]

@@ -26,23 +26,16 @@ def _number(numbers, place, sequence, num_sequences):
 
 
 @gluon.jit
-def _find(round, num_tiles, num_heads, num_sequences, together, BM: gl.constexpr):
-    """The sequence, the head and the first row that a program does in a round, and whether there are any.
+def _find(num_tiles, together, BM: gl.constexpr):
+    """The sequence, the head and the first row of a program.
 
-    Sequence after sequence and, of each, so many heads together as the L2 cache holds: their longest walks first. Every
-    second round goes backwards, so that all programs do as much.
+    So many heads together as the L2 cache holds, of these the longest walks first.
     """
-    programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    place = gl.where(round % 2 == 1, programs - 1 - place, place)
-    index = round * programs + place
-    each = num_tiles * num_heads
-    sequence = index // each
-    index = index % each
+    index = gl.program_id(0)
     group = index // (num_tiles * together)
     index = index % (num_tiles * together)
     head = group * together + index % together
-    return sequence, head, (num_tiles - 1 - index // together) * BM, sequence < num_sequences
+    return gl.program_id(1), head, (num_tiles - 1 - index // together) * BM
 
 
 @gluon.jit
@@ -80,48 +73,42 @@ def _load_end(value, value_boxes, full, stage, key_stride, num_left, BN: gl.cons
 @gluon.jit
 def _produce(
     expanded, turned, values, nope_pieces, turned_tiles, value_pieces, value_boxes, key_full, key_empty, value_full,
-    value_empty, numbers, num_sequences, num_heads, num_tiles, num_rounds, together,
+    value_empty, numbers, num_sequences, num_heads, num_tiles, together,
     N: gl.constexpr, P: gl.constexpr, V: gl.constexpr, X: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies: keys and values of every tile, from the last that a program's rows see to the first."""
     key_halves: gl.constexpr = N // 64
     halves: gl.constexpr = V // 64
-    count = 0
-    for round in range(num_rounds):
-        sequence, head, first_row, exists = _find(round, num_tiles, num_heads, num_sequences, together, BM)
-        if exists:
-            query_len, key_len, _, high = _find_walk(numbers, sequence, num_sequences, first_row, BM, BN)
-            if first_row < query_len:
-                start = _number(numbers, 2, sequence, num_sequences)
-                column = head * (N + V)
-                for step in range(high):
-                    at = high - 1 - step
-                    row = start + at * BN
-                    stage = count % STAGES
-                    parity = ((count // STAGES) & 1) ^ 1
-                    mbarrier.wait(key_empty.index(stage), parity)
-                    mbarrier.expect(key_full.index(stage), BN * (N + P) * 2)
-                    for half in gl.static_range(key_halves):
-                        piece = nope_pieces.index(stage * key_halves + half)
-                        tma.async_copy_global_to_shared(
-                            expanded, [row, column + half * 64], key_full.index(stage), piece
-                        )  # fmt: skip
-                    turned_tile = turned_tiles.index(stage)
-                    tma.async_copy_global_to_shared(turned, [row, X - P], key_full.index(stage), turned_tile)
-                    mbarrier.wait(value_empty.index(stage), parity)
-                    if (at + 1) * BN <= key_len:
-                        mbarrier.expect(value_full.index(stage), BN * V * 2)
-                        for half in gl.static_range(halves):
-                            piece = value_pieces.index(stage * halves + half)
-                            tma.async_copy_global_to_shared(
-                                expanded, [row, column + N + half * 64], value_full.index(stage), piece
-                            )  # fmt: skip
-                    else:
-                        key_stride = num_heads.to(gl.int64) * (N + V)
-                        value = values + row.to(gl.int64) * key_stride + (column + N)
-                        _load_end(value, value_boxes, value_full, stage, key_stride, key_len - at * BN, BN, V)
-                    count += 1
+    sequence, head, first_row = _find(num_tiles, together, BM)
+    query_len, key_len, _, high = _find_walk(numbers, sequence, num_sequences, first_row, BM, BN)
+    if first_row < query_len:
+        start = _number(numbers, 2, sequence, num_sequences)
+        column = head * (N + V)
+        for step in range(high):
+            at = high - 1 - step
+            row = start + at * BN
+            stage = step % STAGES
+            parity = ((step // STAGES) & 1) ^ 1
+            mbarrier.wait(key_empty.index(stage), parity)
+            mbarrier.expect(key_full.index(stage), BN * (N + P) * 2)
+            for half in gl.static_range(key_halves):
+                piece = nope_pieces.index(stage * key_halves + half)
+                tma.async_copy_global_to_shared(expanded, [row, column + half * 64], key_full.index(stage), piece)
+            turned_tile = turned_tiles.index(stage)
+            tma.async_copy_global_to_shared(turned, [row, X - P], key_full.index(stage), turned_tile)
+            mbarrier.wait(value_empty.index(stage), parity)
+            if (at + 1) * BN <= key_len:
+                mbarrier.expect(value_full.index(stage), BN * V * 2)
+                for half in gl.static_range(halves):
+                    piece = value_pieces.index(stage * halves + half)
+                    tma.async_copy_global_to_shared(
+                        expanded, [row, column + N + half * 64], value_full.index(stage), piece
+                    )  # fmt: skip
+            else:
+                key_stride = num_heads.to(gl.int64) * (N + V)
+                value = values + row.to(gl.int64) * key_stride + (column + N)
+                _load_end(value, value_boxes, value_full, stage, key_stride, key_len - at * BN, BN, V)
 
 
 @gluon.jit
@@ -147,14 +134,10 @@ def _load_queries(
 
 @gluon.jit
 def _walk(
-    queries, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
-    key_len, before, first_row, high, factor, count, WHICH: gl.constexpr,
-    V: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, PIN: gl.constexpr,
+    queries, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, key_len, before, first_row, high,
+    factor, WHICH: gl.constexpr, V: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The 64 rows' sums over tiles `high` - 1 down to 0, of which there is one: of values, of weights, and maxima.
-
-    Last, how many tiles were taken before and now.
-    """
+    """The 64 rows' sums over tiles `high` - 1 down to 0, of which there is one: of values, of weights, and maxima."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     # Tiles that all rows of both warpgroups see to their ends; the first is masked even if it is one.
@@ -166,26 +149,23 @@ def _walk(
     total_R = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
     mixed_RV = gl.zeros([64, V], gl.float32, acc_layout)
     weight_RN, maximum_R, total_R = begin_walk(
-        queries, key_tiles, key_full, key_empty, turns, maximum_R, total_R, last_R,
-        (high - 1) * BN, factor, count, WHICH, BN, V, STAGES, TURNS,
+        queries, key_tiles, key_full, key_empty, None, maximum_R, total_R, last_R,
+        (high - 1) * BN, factor, 0, WHICH, BN, V, STAGES, False,
     )  # fmt: skip
-    count += 1
     for step in range(1, num_masked):
         weight_RN, mixed_RV, maximum_R, total_R = step_walk(
-            queries, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
+            queries, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, None,
             weight_RN, mixed_RV, maximum_R, total_R, last_R, (high - 1 - step) * BN, factor,
-            count, WHICH, BN, V, STAGES, TURNS, PIN, True,
+            step, WHICH, BN, V, STAGES, False, False, True,
         )  # fmt: skip
-        count += 1
-    for _ in range(num_masked, high):
+    for step in range(num_masked, high):
         weight_RN, mixed_RV, maximum_R, total_R = step_walk(
-            queries, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
+            queries, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, None,
             weight_RN, mixed_RV, maximum_R, total_R, last_R, 0, factor,
-            count, WHICH, BN, V, STAGES, TURNS, PIN, False,
+            step, WHICH, BN, V, STAGES, False, False, False,
         )  # fmt: skip
-        count += 1
-    mixed_RV = end_walk(value_tiles, value_full, value_empty, weight_RN, mixed_RV, count, STAGES)
-    return mixed_RV, total_R, maximum_R, count
+    mixed_RV = end_walk(value_tiles, value_full, value_empty, weight_RN, mixed_RV, high, STAGES)
+    return mixed_RV, total_R, maximum_R
 
 
 @gluon.jit
@@ -236,60 +216,55 @@ def _finish(
 @gluon.jit
 def _consume(
     query, out, carried, carried_logs, nope_queries, turned_queries, nope_tiles, turned_tiles, value_tiles,
-    key_full, key_empty, value_full, value_empty, turns, numbers, num_sequences, num_heads, num_tiles, num_rounds,
-    together, query_stride, query_head_stride, factor, WHICH: gl.constexpr, N: gl.constexpr, P: gl.constexpr,
-    V: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, PIN: gl.constexpr,
+    key_full, key_empty, value_full, value_empty, numbers, num_sequences, num_heads, num_tiles, together,
+    query_stride, query_head_stride, factor, WHICH: gl.constexpr, N: gl.constexpr, P: gl.constexpr, V: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup that has 64 rows of every tile of the program."""
+    """A warpgroup that has 64 of the program's rows."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     nope_tile = nope_queries.index(WHICH)
     turned_tile = turned_queries.index(WHICH)
-    count = 0
-    for round in range(num_rounds):
-        sequence, head, first_row, exists = _find(round, num_tiles, num_heads, num_sequences, together, BM)
-        if exists:
-            query_len, key_len, before, high = _find_walk(numbers, sequence, num_sequences, first_row, BM, BN)
-            if (first_row < query_len) & (key_len > 0):
-                if high > 0:
-                    start = _number(numbers, 0, sequence, num_sequences)
-                    query_at = query + head * (query_head_stride * _UNIT)
-                    _load_queries(
-                        query_at, nope_tile, turned_tile, start, query_len, first_row,
-                        query_stride.to(gl.int64) * _UNIT, WHICH, N, P,
-                    )  # fmt: skip
-                    mixed_RV, total_R, maximum_R, count = _walk(
-                        (nope_tile, turned_tile), (nope_tiles, turned_tiles), value_tiles, key_full, key_empty,
-                        value_full, value_empty, turns, key_len, before, first_row, high, factor, count,
-                        WHICH, V, BN, STAGES, TURNS, PIN,
-                    )  # fmt: skip
-                    _finish(
-                        mixed_RV, total_R, maximum_R * factor, numbers, sequence, num_sequences, out, carried,
-                        carried_logs, nope_tile, head, first_row, num_heads, WHICH, V, BN,
-                    )  # fmt: skip
-                else:  # rows that see nothing of this window have been carried here
-                    nothing_R = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
-                    zero_R = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
-                    _finish(
-                        gl.zeros([64, V], gl.float32, acc_layout), zero_R, nothing_R, numbers, sequence,
-                        num_sequences, out, carried, carried_logs, nope_tile, head, first_row, num_heads, WHICH, V, BN,
-                    )  # fmt: skip
+    sequence, head, first_row = _find(num_tiles, together, BM)
+    query_len, key_len, before, high = _find_walk(numbers, sequence, num_sequences, first_row, BM, BN)
+    if (first_row < query_len) & (key_len > 0):
+        if high > 0:
+            start = _number(numbers, 0, sequence, num_sequences)
+            query_at = query + head * (query_head_stride * _UNIT)
+            _load_queries(
+                query_at, nope_tile, turned_tile, start, query_len, first_row, query_stride.to(gl.int64) * _UNIT,
+                WHICH, N, P,
+            )  # fmt: skip
+            mixed_RV, total_R, maximum_R = _walk(
+                (nope_tile, turned_tile), (nope_tiles, turned_tiles), value_tiles, key_full, key_empty,
+                value_full, value_empty, key_len, before, first_row, high, factor, WHICH, V, BN, STAGES,
+            )  # fmt: skip
+            _finish(
+                mixed_RV, total_R, maximum_R * factor, numbers, sequence, num_sequences, out, carried, carried_logs,
+                nope_tile, head, first_row, num_heads, WHICH, V, BN,
+            )  # fmt: skip
+        else:  # rows that see nothing of this window have been carried here
+            nothing_R = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+            zero_R = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
+            _finish(
+                gl.zeros([64, V], gl.float32, acc_layout), zero_R, nothing_R, numbers, sequence, num_sequences, out,
+                carried, carried_logs, nope_tile, head, first_row, num_heads, WHICH, V, BN,
+            )  # fmt: skip
 
 
 @gluon.jit(
     do_not_specialize=[
-        "numbers", "query_stride", "query_head_stride", "num_sequences", "num_heads", "num_tiles", "num_rounds",
-        "together", "scale",
+        "numbers", "query_stride", "query_head_stride", "num_sequences", "num_heads", "num_tiles", "together", "scale",
     ]
 )  # fmt: skip
 def mla_prefill_hopper_kernel(
     query, expanded, turned, values, numbers, out, carried, carried_logs, scale: gl.float32, query_stride: gl.int32,
     query_head_stride: gl.int32, num_sequences: gl.int32, num_heads: gl.int32, num_tiles: gl.int32,
-    num_rounds: gl.int32, together: gl.int32,
+    together: gl.int32,
     N: gl.constexpr, P: gl.constexpr, V: gl.constexpr, X: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr, PIN: gl.constexpr,
+    STAGES: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Tiles of rows of a head and a sequence; `values` are `expanded`, for ordinary loads."""
+    """Grid (tiles of rows of all heads, sequences); `values` are `expanded`, for ordinary loads."""
     kind: gl.constexpr = query.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     nope_queries = gl.allocate_shared_memory(kind, [GROUPS, 64, N], swizzled)
@@ -305,15 +280,11 @@ def mla_prefill_hopper_kernel(
     key_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     value_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers)
     for stage in gl.static_range(STAGES):
         mbarrier.init(key_full.index(stage), count=1)
         mbarrier.init(value_full.index(stage), count=1)
         mbarrier.init(key_empty.index(stage), count=GROUPS)
         mbarrier.init(value_empty.index(stage), count=GROUPS)
-    if TURNS:  # else its memory has other uses, which must not find a barrier there
-        for which in gl.static_range(GROUPS):
-            mbarrier.init(turns.index(which), count=1)
     fence_async_shared()
     factor = scale * _LOG2_E
     BM: gl.constexpr = 64 * GROUPS
@@ -322,20 +293,20 @@ def mla_prefill_hopper_kernel(
             [
                 (_consume, (
                     query, out, carried, carried_logs, nope_queries, turned_queries, nope_tiles, turned_tiles,
-                    value_tiles, key_full, key_empty, value_full, value_empty, turns, numbers, num_sequences,
-                    num_heads, num_tiles, num_rounds, together, query_stride, query_head_stride, factor,
-                    gl.constexpr(0), N, P, V, BM, BN, STAGES, TURNS, PIN,
+                    value_tiles, key_full, key_empty, value_full, value_empty, numbers, num_sequences,
+                    num_heads, num_tiles, together, query_stride, query_head_stride, factor, gl.constexpr(0),
+                    N, P, V, BM, BN, STAGES,
                 )),
                 (_consume, (
                     query, out, carried, carried_logs, nope_queries, turned_queries, nope_tiles, turned_tiles,
-                    value_tiles, key_full, key_empty, value_full, value_empty, turns, numbers, num_sequences,
-                    num_heads, num_tiles, num_rounds, together, query_stride, query_head_stride, factor,
-                    gl.constexpr(1), N, P, V, BM, BN, STAGES, TURNS, PIN,
+                    value_tiles, key_full, key_empty, value_full, value_empty, numbers, num_sequences,
+                    num_heads, num_tiles, together, query_stride, query_head_stride, factor, gl.constexpr(1),
+                    N, P, V, BM, BN, STAGES,
                 )),
                 (_produce, (
                     expanded, turned, values, nope_pieces, turned_tiles, value_pieces, value_boxes, key_full,
-                    key_empty, value_full, value_empty, numbers, num_sequences, num_heads, num_tiles, num_rounds,
-                    together, N, P, V, X, BM, BN, STAGES,
+                    key_empty, value_full, value_empty, numbers, num_sequences, num_heads, num_tiles, together,
+                    N, P, V, X, BM, BN, STAGES,
                 )),
             ],
             [4, 1],
@@ -346,14 +317,14 @@ def mla_prefill_hopper_kernel(
             [
                 (_consume, (
                     query, out, carried, carried_logs, nope_queries, turned_queries, nope_tiles, turned_tiles,
-                    value_tiles, key_full, key_empty, value_full, value_empty, turns, numbers, num_sequences,
-                    num_heads, num_tiles, num_rounds, together, query_stride, query_head_stride, factor,
-                    gl.constexpr(0), N, P, V, BM, BN, STAGES, TURNS, PIN,
+                    value_tiles, key_full, key_empty, value_full, value_empty, numbers, num_sequences,
+                    num_heads, num_tiles, together, query_stride, query_head_stride, factor, gl.constexpr(0),
+                    N, P, V, BM, BN, STAGES,
                 )),
                 (_produce, (
                     expanded, turned, values, nope_pieces, turned_tiles, value_pieces, value_boxes, key_full,
-                    key_empty, value_full, value_empty, numbers, num_sequences, num_heads, num_tiles, num_rounds,
-                    together, N, P, V, X, BM, BN, STAGES,
+                    key_empty, value_full, value_empty, numbers, num_sequences, num_heads, num_tiles, together,
+                    N, P, V, X, BM, BN, STAGES,
                 )),
             ],
             [1],

@@ -104,6 +104,7 @@ MODELS = {
     "hybrid float8": ("qwen3.5-35b-a3b", HYBRID, FP8, 1, None),
     "latent": ("deepseek-v3", LATENT, {}, 2, None),
     "latent float8": ("deepseek-v3", LATENT, FP8, 1, None),
+    "latent short": ("deepseek-v3", LATENT, {}, 1, None),
     "not warmed": ("qwen3-8b", {}, FP8, 1, None),
     "ordered": ("qwen3-8b", {"vocab_size": 40_000}, INVARIANT, 1, None),  # of a head unlike any other GEMM
     "held": ("qwen3-30b-a3b", EXPERTS, HELD, 1, None),
@@ -121,6 +122,7 @@ MODELS = {
 # What a worker is asked for, where it is not the above.
 LIMITS = {
     "ordered alone": {"seqs": 1, "chunk_len": 256},
+    "latent short": {"chunk_len": 256},
     "tied": {"block_size": 64, "chunk_len": 333, "context_len": 3001},
     "pruned": {"block_size": 32, "seqs": 33},
     "small heads": {"chunk_len": 17, "context_len": 80, "seqs": 2},

@@ -124,18 +124,19 @@ def require_ahead(found):
 @pytest.mark.timeout(LIMIT_S)
 def test_no_step_launches_what_the_warm_up_did_not():
     names = ("+dense", "moe", "+hybrid", "latent", "latent float8", "held float8", "ordered", "ordered pruned")
-    found = launches(2, *names, "hybrid float8", "not warmed")
+    found = launches(2, *names, "latent short", "hybrid float8", "not warmed")
     require_named(found)
     require_ahead(found)
     for name in ("ordered", "ordered pruned"):
         assert not found[name]["late"], name
     assert found["held float8"]["warm"]["_align_kernel"] == found["moe"]["warm"]["_align_kernel"]
     assert not found["held float8"]["late"], "whose tokens torch chooses, as those of all ranks"
-    for name in ("dense", "moe", "hybrid", "hybrid float8", "latent", "latent float8"):
+    for name in ("dense", "moe", "hybrid", "hybrid float8", "latent", "latent float8", "latent short"):
         assert sum(found[name]["warm"].values()) > 80
         assert not found[name]["late"], name
     assert found["dense"]["warm"]["gemm_kernel"] >= 3, "GEMMs in the form for Hopper, which the stub says there is"
-    assert found["latent"]["warm"]["mla_prefill_hopper_kernel"] == 2, "of chunks of few rows, and of many"
+    for name in ("latent", "latent short"):
+        assert found[name]["warm"]["mla_prefill_hopper_kernel"] == 2, "of short walks and of long ones"
     assert not found["not warmed"]["warm"]
     assert len(found["not warmed"]["late"]) >= 15, "what the others are spared"
 

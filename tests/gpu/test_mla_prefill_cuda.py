@@ -20,15 +20,18 @@ CHUNKS = {
     "edges of tiles of keys": tuple((70, context) for context in (127, 128, 129, 191, 192, 193, 256)),
     "a sequence without rows": ((100, 300), (0, 50), (33, 129)),
 }
+HOPPER_OPTIONS = {"long": prefill_hopper_triton._LONG, "short": prefill_hopper_triton._SHORT}
 
 
-@pytest.fixture(autouse=True, params=["hopper", "plain"])
+@pytest.fixture(autouse=True, params=["hopper", *HOPPER_OPTIONS, "plain"])
 def form(request, monkeypatch):
-    """Both forms, where there are both."""
+    """Both forms, where there are both: that for Hopper as it chooses its options, and with each of them throughout."""
     if request.param == "plain":
         monkeypatch.setattr(prefill_hopper_triton, "fits", lambda *_: False)
     elif torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for Hopper alone")
+    elif request.param in HOPPER_OPTIONS:
+        monkeypatch.setattr(prefill_hopper_triton, "default_options", lambda *_: HOPPER_OPTIONS[request.param])
     return request.param
 
 
@@ -104,14 +107,13 @@ def test_nothing_of_a_sequence_reaches_another(spoiled, most):
     problem.check(problem.run(**others))
 
 
-@pytest.mark.parametrize("changes", [{"TURNS": False}, {"PIN": False}, {"PERSISTENT": True}, {"HEADS": 1}])
-def test_options_of_the_form_for_hopper_change_no_bit(changes, form, monkeypatch):
+@pytest.mark.parametrize("together", [1, 4])
+def test_how_many_heads_are_under_way_together_changes_no_bit_on_hopper(together, form, monkeypatch):
     if form == "plain":
-        pytest.skip("which has none")
+        pytest.skip("whose heads are all under way")
     problem = Problem(CHUNKS["prompts"], 16)
     wanted = problem.run()
-    options = {**prefill_hopper_triton.default_options(1000), **changes}
-    monkeypatch.setattr(prefill_hopper_triton, "default_options", lambda _: options)
+    monkeypatch.setattr(prefill_hopper_triton, "_heads_together", lambda *_: together)
     assert torch.equal(problem.run(), wanted)
 
 

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -250,51 +251,41 @@ class Walks:
     num_heads: int
 
     def __post_init__(self):
-        self.program, self.num_programs = 0, 1
-        stub = SimpleNamespace(
-            num_programs=lambda axis: self.num_programs,
-            program_id=lambda axis: self.program,
-            where=lambda condition, one, other: one if condition else other,
-            minimum=min,
-            maximum=max,
-        )
+        self.program = 0, 0
+        stub = SimpleNamespace(program_id=lambda axis: self.program[axis], minimum=min, maximum=max)
         device = prefill_warp_specialized_triton
         self.monkeypatch.setattr(device, "gl", stub)
         self.monkeypatch.setattr(device, "_number", lambda numbers, place, sequence, _: int(numbers[place, sequence]))
         self.find, self.find_walk = device._find.fn, device._find_walk.fn
 
-    def of_a_program(self, numbers, num_tiles, num_rounds, together, rows, keys):
-        """Its walks: sequence, head, first row, rows, keys in the window, keys before the chunk, tiles."""
+    def of_all(self, numbers, num_tiles, together, rows, keys):
+        """Of each program: sequence, head, first row, rows, keys in the window, keys before the chunk, tiles."""
         num_sequences = numbers.shape[1]
-        for round_ in range(num_rounds):
-            sequence, head, first, exists = self.find(round_, num_tiles, self.num_heads, num_sequences, together, rows)
-            if exists:
-                yield sequence, head, first, *self.find_walk(numbers, sequence, num_sequences, first, rows, keys)
+        for program in product(range(num_tiles * self.num_heads), range(num_sequences)):
+            self.program = program
+            sequence, head, first = self.find(num_tiles, together, rows)
+            yield sequence, head, first, *self.find_walk(numbers, sequence, num_sequences, first, rows, keys)
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("num_programs", [None, 1, 7, 132])
+@pytest.mark.parametrize(("num_rows", "keys"), [(128, 128), (64, 64), (128, 64)])
 @pytest.mark.parametrize(("most", "together"), [(1000, 1), (100, 2), (64, 6)])
-def test_programs_on_hopper_walk_over_what_each_row_sees_once(monkeypatch, most, together, num_programs):
-    chunks, num_heads, keys = ((130, 130), (0, 40), (70, 300), (1, 65)), 6, 64
+def test_programs_on_hopper_walk_over_what_each_row_sees_once(monkeypatch, most, together, num_rows, keys):
+    chunks, num_heads = ((130, 130), (0, 40), (70, 300), (1, 65)), 6
     query_lens, context_lens = zip(*chunks, strict=True)
     windows = make_windows(query_lens, context_lens, most, CPU)
     walks = Walks(monkeypatch, num_heads)
-    num_tiles = -(-max(query_lens) // 128)
-    total = num_tiles * num_heads * len(chunks)
-    walks.num_programs = num_programs or total
+    num_tiles = -(-max(query_lens) // num_rows)
     seen = Counter()
     for window in windows:
-        for program in range(walks.num_programs):
-            walks.program = program
-            for sequence, head, first, rows, key_len, before, tiles in walks.of_a_program(
-                window.numbers_6B, num_tiles, -(-total // walks.num_programs), together, 128, keys
-            ):
-                assert tiles == 0 or (tiles - 1) * keys < key_len
-                for row in range(first, min(first + 128, rows)):
-                    visible = max(0, min(before + row + 1, key_len))
-                    assert visible <= tiles * keys
-                    seen[sequence, head, row] += visible
+        for sequence, head, first, rows, key_len, before, tiles in walks.of_all(
+            window.numbers_6B, num_tiles, together, num_rows, keys
+        ):
+            assert tiles == 0 or (tiles - 1) * keys < key_len
+            for row in range(first, min(first + num_rows, rows)):
+                visible = max(0, min(before + row + 1, key_len))
+                assert visible <= tiles * keys
+                seen[sequence, head, row] += visible
     assert seen == {
         (sequence, head, row): context - rows + row + 1
         for sequence, (rows, context) in enumerate(chunks)
@@ -306,14 +297,14 @@ def test_programs_on_hopper_walk_over_what_each_row_sees_once(monkeypatch, most,
 @pytest.mark.fast
 def test_programs_on_hopper_take_the_longest_walks_of_a_few_heads_first(monkeypatch):
     walks = Walks(monkeypatch, 16)
-    walks.num_programs, found = 4 * 16, []
-    for program in range(walks.num_programs):
-        walks.program = program
-        found.append(walks.find(0, 4, 16, 1, 8, 128))
-    assert [first for _, _, first, _ in found[:32:8]] == [384, 256, 128, 0]
-    assert {head for _, head, _, _ in found[:32]} == set(range(8))
-    assert [head for _, head, _, _ in found[32:40]] == list(range(8, 16))
-    assert not walks.find(1, 4, 16, 1, 8, 128)[3]
+    found = []
+    for program in range(4 * 16):
+        walks.program = program, 3
+        found.append(walks.find(4, 8, 128))
+    assert {sequence for sequence, _, _ in found} == {3}
+    assert [first for _, _, first in found[:32:8]] == [384, 256, 128, 0]
+    assert {head for _, head, _ in found[:32]} == set(range(8))
+    assert [head for _, head, _ in found[32:40]] == list(range(8, 16))
 
 
 @pytest.mark.fast
@@ -362,13 +353,8 @@ def test_the_form_for_hopper_is_for_no_cpu():
 class Launched:
     """What `launch` of the form for Hopper asks of its kernel."""
 
-    def __init__(self, monkeypatch, chunks, num_heads=16, num_multiprocessors=132, **options):
+    def __init__(self, monkeypatch, chunks, num_heads=16):
         monkeypatch.setattr(prefill_hopper_triton, "_launch_attend", self)
-        monkeypatch.setattr(
-            prefill_hopper_triton.attention_prefill_hopper_triton,
-            "num_multiprocessors",
-            lambda _: num_multiprocessors,
-        )
         query_lens, context_lens = zip(*chunks, strict=True)
         (window,) = make_windows(query_lens, context_lens, 1 << 20, CPU)
         nothing = torch.empty(1)
@@ -378,34 +364,41 @@ class Launched:
             query, torch.empty(total, num_heads * 256, dtype=BF16), torch.empty(total, 576, dtype=BF16),
             window.numbers_6B, torch.empty(num_rows, num_heads, 128, dtype=BF16), (nothing, nothing),
             max_query_len=max(query_lens), most_positions=window.most_positions, turned_dim=64, scale=1.0,
-            options={**prefill_hopper_triton.default_options(max(query_lens)), **options} if options else None,
         )  # fmt: skip
 
     def __call__(self, grid, arguments, constants):
         names = prefill_hopper_triton.mla_prefill_hopper_kernel.arg_names
-        (self.num_programs,), self.options = grid, dict(constants.by_name)
+        self.grid, self.options = grid, dict(constants.by_name)
         self.given = dict(zip(names, arguments, strict=False))
 
 
 @pytest.mark.fast
 def test_what_the_form_for_hopper_launches(monkeypatch):
-    launched = Launched(monkeypatch, ((129, 200), (5, 100)))
-    assert launched.num_programs == 2 * 16 * 2
-    assert (launched.given["num_tiles"], launched.given["num_rounds"], launched.given["together"]) == (2, 1, 16)
+    launched = Launched(monkeypatch, ((129, 600), (5, 100)))
+    assert launched.grid == (2 * 16, 2)
+    assert (launched.given["num_tiles"], launched.given["together"]) == (2, 16)
     assert (launched.given["query_stride"], launched.given["query_head_stride"]) == (16 * 192 // 16, 192 // 16)
     keys = launched.options["BN"]
     expanded, turned = launched.given["expanded"], launched.given["turned"]
-    assert (expanded.shape, expanded.strides, expanded.block_shape) == ([300, 4096], [4096, 1], [keys, 64])
-    assert (turned.shape, turned.strides, turned.block_shape) == ([300, 576], [576, 1], [keys, 64])
+    assert (expanded.shape, expanded.strides, expanded.block_shape) == ([700, 4096], [4096, 1], [keys, 64])
+    assert (turned.shape, turned.strides, turned.block_shape) == ([700, 576], [576, 1], [keys, 64])
     assert [launched.options[name] for name in "NPVX"] == [128, 64, 128, 576]
-    launched = Launched(monkeypatch, ((129, 200), (5, 100)), num_multiprocessors=10, PERSISTENT=True)
-    assert (launched.num_programs, launched.given["num_rounds"]) == (10, 7)
 
 
 @pytest.mark.fast
-def test_chunks_of_few_rows_take_programs_of_one_warpgroup_on_hopper(monkeypatch):
-    for rows, groups in ((1, 1), (64, 1), (65, 2)):
-        launched = Launched(monkeypatch, ((rows, 200),))
-        assert launched.options["GROUPS"] == groups
-        assert launched.num_programs == 16
-        assert launched.options.get("maxnreg") == {1: 128, 2: None}[groups]
+@pytest.mark.parametrize(
+    ("chunks", "groups"),
+    [
+        (((1, 8000),), 1),
+        (((64, 8000), (1, 1)), 1),
+        (((65, 8000), (1, 1)), 2),
+        (((512, 512), (400, 512)), 1),
+        (((65, 200), (1, 513)), 2),
+        (((600, 600),), 2),
+    ],
+)
+def test_few_rows_or_positions_take_programs_of_one_warpgroup_on_hopper(monkeypatch, chunks, groups):
+    launched = Launched(monkeypatch, chunks)
+    assert (launched.options["GROUPS"], launched.options["BN"]) == (groups, 64 * groups)
+    assert launched.grid == (-(-max(rows for rows, _ in chunks) // (64 * groups)) * 16, len(chunks))
+    assert launched.options.get("maxnreg") == {1: 128, 2: None}[groups]
