@@ -7,7 +7,7 @@ two warpgroups of 64 rows each compute. TURNS, PIN and PERSISTENT programs (see 
 carried is added at the end of a walk.
 
 A box of TMA takes 64 columns, a swizzle's width, of BN positions of the window; a tile of keys is those of a head and
-those with RoPE, which all heads share. Of the tile that reaches past a sequence's keys the values come by masked copies
+those with RoPE, which all heads share. Of the tile that reaches past a sequence's keys the values come by masked loads
 instead, zero past the end: another sequence's lie there and may be NaN, which weights of zero would not take away. Keys
 need no such care, their scores are masked.
 

@@ -8,7 +8,6 @@ What it computes and how is said there. It refuses to know options, launches and
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from baton.kernels.attention.prefill_warp_specialized_triton import begin_walk, end_walk, step_walk, store_rows
@@ -59,12 +58,13 @@ def _load_end(value, value_boxes, full, stage, key_stride, num_left, BN: gl.cons
     column_C = gl.arange(0, 64, gl.SliceLayout(0, layout))
     at_SC = row_S.to(gl.int64)[:, None] * key_stride + column_C[None, :]
     for box in range(boxes):
-        is_there_SC = (box * 16 + row_S < num_left)[:, None] & (column_C < 64)[None, :]
+        is_there_S1 = (box * 16 + row_S < num_left)[:, None]
+        found = ()
         for half in gl.static_range(halves):
-            place = value_boxes.index((stage * halves + half) * boxes + box)
-            async_copy.async_copy_global_to_shared(place, value + half * 64 + at_SC, mask=is_there_SC)
+            found = found + (gl.load(value + half * 64 + at_SC, mask=is_there_S1, other=0.0),)  # noqa: RUF005
+        for half in gl.static_range(halves):
+            value_boxes.index((stage * halves + half) * boxes + box).store(found[half])
         value += key_stride * 16
-    async_copy.wait_group(0)
     fence_async_shared()
     _barrier()
     mbarrier.arrive(full.index(stage), count=1)

@@ -227,15 +227,15 @@ def choose_tiles(
     if found is not None:
         return tiles_of(found)
     mean = num_rows / num_experts
-    # With fewer programs than multiprocessors, each must have more of its weights in flight.
-    outputs = 128 if is_fp8 else 64
-    is_few = min(num_rows, num_experts) * -(-inner_size // outputs) <= 132
     if is_fp8:
-        return Tiles(16 if mean <= 16 else 32, outputs, 4, 5 if is_few else 3, 128, 4, 4)
+        # Few rows wait for weights alone, so more of them are in flight than two programs could hold beside each other.
+        return Tiles(16, 128, 4, 5, 128, 4, 5) if mean <= 16 else Tiles(32, 128, 4, 3, 128, 4, 4)
     if mean <= 8:
-        return Tiles(16, outputs, 4, 6 if is_few else 4, 128, 4, 4)
+        # With fewer programs than multiprocessors, each must have more of its weights in flight.
+        is_few = min(num_rows, num_experts) * -(-inner_size // 64) <= 132
+        return Tiles(16, 64, 4, 6 if is_few else 4, 128, 4, 4)
     if mean <= 64:
-        return Tiles(32 if mean <= 24 else 64, outputs, 4, 3, 128, 8, 3)
+        return Tiles(32 if mean <= 24 else 64, 64, 4, 3, 128, 8, 3)
     return Tiles(128, 128, 8, 4, 256, 8, 4)
 
 

@@ -108,6 +108,11 @@ def num_registers(cubin):
     return int(re.findall(r"REG:(\d+)", text.stdout + text.stderr)[0])
 
 
+def waits_for_copies(sass):
+    """Whether copies to shared memory are in groups, or arrive at barriers: others are waited for by nothing."""
+    return "LDGSTS" not in sass or "LDGDEPBAR" in sass or "LDGSTSBAR" in sass
+
+
 def facts(variant, compiled, sass):
     """What the code for Hopper has: counts of instructions, registers, shared memory."""
     names = *COUNTED, *(name for name in variant.lacks if name not in COUNTED)
@@ -117,6 +122,7 @@ def facts(variant, compiled, sass):
     return {
         **{name: counts[name] for name in names if counts[name]},
         **({"shapes": shapes} if shapes else {}),
+        **({} if waits_for_copies(sass) else {"unwaited": True}),
         "source": source_hash(variant),
         "registers": num_registers(compiled.asm["cubin"]),
         "shared_bytes": compiled.metadata.shared,
@@ -138,6 +144,8 @@ def broken_promises(variant, found):
     spills = () if variant.may_spill else ("LDL", "STL")
     broken = [f"has no {name}" for name in variant.contains if not found.get(name)]
     broken += [f"has {found[name]} {name}" for name in (*spills, *variant.lacks) if found.get(name)]
+    if found.get("unwaited"):
+        broken.append("copies to shared memory without a group, so that nothing waits for the copies")
     if variant.shapes and found.get("shapes") != sorted(variant.shapes):
         broken.append(f"multiplies by {found.get('shapes')}, not by {sorted(variant.shapes)}")
     if found["registers"] > variant.max_registers:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.tests.kernels.sass import all_variants
+from baton.kernels.variant import Variant
+from baton.tests.kernels.sass import all_variants, broken_promises, waits_for_copies
 
 pytestmark = pytest.mark.timeout(1800)
 TABLE = Path(__file__).with_name("sass_table.json")
@@ -52,6 +53,22 @@ def facts_of(kernels):
 def agree(found):
     assert not found["broken"]
     assert facts_of(found["kernels"]) == facts_of(json.loads(TABLE.read_text())[found["triton"]])
+
+
+@pytest.mark.parametrize(
+    ("sass", "waits"),
+    [
+        ("LDGSTS.E.128 [R1], [R2] ;\nLDGDEPBAR ;\nDEPBAR.LE SB0, 0x0 ;", True),
+        ("LDGSTS.E.128 [R1], [R2] ;\nARRIVES.LDGSTSBAR.64 [R3] ;", True),
+        ("LDGSTS.E.128 [R1], [R2] ;\nDEPBAR.LE SB0, 0x0 ;", False),
+        ("LDG.E R1, [R2] ;", True),
+    ],
+)
+def test_copies_to_shared_memory_are_waited_for(sass, waits):
+    """`cp.async.wait_group` waits for groups alone: what was never committed may land after it is read."""
+    assert waits_for_copies(sass) == waits
+    found = {"registers": 0, "shared_bytes": 0, **({} if waits else {"unwaited": True})}
+    assert bool(broken_promises(Variant(name="", kernel=None, types={}, constants={}), found)) != waits
 
 
 def test_for_hopper_every_variant_is_what_the_table_says():
