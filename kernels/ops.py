@@ -182,9 +182,10 @@ class Ops:
         """
         num_padded = self._num_quantized(len(x_TD), reader)
         if num_padded is not None:
+            assert isinstance(reader, Fp8Weight)
             made = rms_norm.rms_norm_fused(
                 x_TD, weight_D, eps,
-                residual_TD=added_TD, plus_one=plus_one, num_padded=num_padded, keep=keep,
+                residual_TD=added_TD, plus_one=plus_one, num_padded=num_padded, ue8m0=reader.ue8m0, keep=keep,
                 implementation=self.implementation,
             )  # fmt: skip
             assert made.scale_GR is not None
@@ -206,7 +207,10 @@ class Ops:
         num_padded = self._num_quantized(len(gate_up_TJ), reader)
         if num_padded is None:
             return self.silu_mul(gate_up_TJ)
-        made = silu_mul.silu_mul_fused(gate_up_TJ, num_padded=num_padded, implementation=self.implementation)
+        assert isinstance(reader, Fp8Weight)
+        made = silu_mul.silu_mul_fused(
+            gate_up_TJ, num_padded=num_padded, ue8m0=reader.ue8m0, implementation=self.implementation
+        )
         assert made.scale_GR is not None
         return Fp8Rows(made.rows, made.scale_GR, len(gate_up_TJ))
 

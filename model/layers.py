@@ -110,7 +110,8 @@ class WeightSource:
             whys = [why for names in groups if (why := self._why_wide(names, whole=True))]
             if whys:
                 return ExpertWeights(self.take_stacked(gate_up, whys[0]), self.take_stacked(down, whys[0]), self.held)
-            return Fp8ExpertWeights(*self._stack_float8(gate_up), *self._stack_float8(down), self.held)
+            tensors = *self._stack_float8(gate_up), *self._stack_float8(down)
+            return Fp8ExpertWeights(*tensors, self.held, self._rounds_scales)
         if self.quantization is Quantization.NONE:
             return ExpertWeights(self.take_stacked(gate_up), self.take_stacked(down), self.held)
         gate_up_EJD, gate_up_scale = self._take_quantized(gate_up)
@@ -204,7 +205,12 @@ class WeightSource:
     def _take_float8(self, names: Sequence[str]) -> Fp8Weight:
         """Weights stacked by rows as they are stored, with a scale per block."""
         values, scales = self._stack_float8([names])
-        return Fp8Weight.of(values[0], scales[0])
+        return Fp8Weight.of(values[0], scales[0], ue8m0=self._rounds_scales)
+
+    @property
+    def _rounds_scales(self) -> bool:
+        assert self.scheme is not None
+        return self.scheme.ue8m0
 
     def _stack_float8(self, groups: Sequence[Sequence[str]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Values [len(groups), ...] and scales of stacked weights."""

@@ -119,7 +119,6 @@ def linear_fp8(
     weight: Fp8Weight,
     *,
     out_MN: torch.Tensor | None = None,
-    ue8m0: bool = False,
     swap_ab: SwapAB | str = SwapAB.AUTO,
     num_sms: int | None = None,
     invariant: bool = False,
@@ -133,7 +132,6 @@ def linear_fp8(
         x_MK: bfloat16 activations; rows may be strided. The reference takes float32, too, and then returns float32.
         weight: weight; this and the other arguments are as in `gemm_fp8`.
         out_MN: output.
-        ue8m0: whether the activations' scales are powers of two.
         swap_ab: whether operands are swapped.
         num_sms: maximum number of programs of the GEMM.
         invariant: whether a row's result must be independent of other rows.
@@ -163,18 +161,18 @@ def linear_fp8(
         return _out(out_MN, 0, weight).to(x_MK.dtype)
     num_rows, plan = len(x_MK), way.plan
     if not way.in_triton:
-        a_MK, scales_GM = quantize_fp8_reference(x_MK, ue8m0=ue8m0)
+        a_MK, scales_GM = quantize_fp8_reference(x_MK, ue8m0=weight.ue8m0)
         gemm_MN = gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant, out_dtype=x_MK.dtype)
         return gemm_MN if out_MN is None else out_MN.copy_(gemm_MN)
     if plan is not None and not way.pad_to:
         out_MN = _out(out_MN, num_rows, weight)
         if plan.vector:
-            linear_vector_triton.launch(x_MK, weight, out_MN, ue8m0=ue8m0)
+            linear_vector_triton.launch(x_MK, weight, out_MN)
             return out_MN
         counters = (workspace or default_workspace(x_MK.device)).counters
-        gemm_fp8_triton.launch(x_MK, None, weight, out_MN, plan, counters, ue8m0=ue8m0, num_sms=num_sms)
+        gemm_fp8_triton.launch(x_MK, None, weight, out_MN, plan, counters, num_sms=num_sms)
         return out_MN
-    a_MK, scales_GM = quantize_unchecked(x_MK, ue8m0=ue8m0, pad_to=way.pad_to)
+    a_MK, scales_GM = quantize_unchecked(x_MK, ue8m0=weight.ue8m0, pad_to=way.pad_to)
     return _multiplied(a_MK, scales_GM, weight, num_rows, out_MN, plan, num_sms, workspace)
 
 

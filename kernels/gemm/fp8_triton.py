@@ -221,7 +221,6 @@ def launch(
     plan: GemmPlan,
     counters: torch.Tensor,
     *,
-    ue8m0: bool = False,
     num_sms: int | None = None,
 ) -> None:
     """Compute `c_MN`, in several launches if there are many rows and splits.
@@ -233,22 +232,21 @@ def launch(
         c_MN: bfloat16; rows may be strided.
         plan: how.
         counters: int32 zeros [MAX_TILES], of the current stream; left as zeros.
-        ue8m0: of the quantization that is done here.
         num_sms: programs at most.
     """
     num_rows = len(a_MK)
     if plan.splits == 1:
-        _launch_rows(a_MK, scales_GM, weight, c_MN, plan, counters, ue8m0, num_sms)
+        _launch_rows(a_MK, scales_GM, weight, c_MN, plan, counters, num_sms)
         return
     num_tiles_n = triton.cdiv(weight.num_outputs, plan.BN)
     rows_at_once = min(num_rows, _MAX_SPLIT_ROWS, MAX_TILES // num_tiles_n * plan.BM)
     for start in range(0, num_rows, max(1, rows_at_once)):
         rows = slice(start, min(start + rows_at_once, num_rows))
         scales = None if scales_GM is None else scales_GM[:, rows]
-        _launch_rows(a_MK[rows], scales, weight, c_MN[rows], plan, counters, ue8m0, num_sms)
+        _launch_rows(a_MK[rows], scales, weight, c_MN[rows], plan, counters, num_sms)
 
 
-def _launch_rows(a, scales, weight, c, plan, counters, ue8m0, num_sms) -> None:
+def _launch_rows(a, scales, weight, c, plan, counters, num_sms) -> None:
     num_rows, K = a.shape
     N = weight.num_outputs
     num_works = -(-num_rows // plan.BM) * -(-N // plan.BN) * plan.splits
@@ -276,7 +274,7 @@ def _launch_rows(a, scales, weight, c, plan, counters, ue8m0, num_sms) -> None:
         plan.splits,
         num_works,
     )
-    constants = _launch_constants(plan, scales is None, ue8m0, is_capped, a.device)
+    constants = _launch_constants(plan, scales is None, weight.ue8m0, is_capped, a.device)
     _launch_gemm((num_sms if is_capped else num_works,), arguments, constants)
 
 

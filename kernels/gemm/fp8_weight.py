@@ -26,15 +26,17 @@ class Fp8Weight:
     Attributes:
         values_NK: float8, contiguous.
         scales_BG: float32 [ceil(N / 128), K / 128], a view of rows whose length is a multiple of four.
+        ue8m0: whether activations get scales that are powers of two, as its checkpoint was trained (DeepSeek-V3.1).
         prepared: views and descriptors that GEMMs make of the weight once, each under a key of its own.
     """
 
     values_NK: torch.Tensor
     scales_BG: torch.Tensor
+    ue8m0: bool = False
     prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
-    def of(values_NK: torch.Tensor, scales_BG: torch.Tensor) -> "Fp8Weight":
+    def of(values_NK: torch.Tensor, scales_BG: torch.Tensor, *, ue8m0: bool = False) -> "Fp8Weight":
         """Wrap a checkpoint's weight, each of whose values stands for itself times its block's scale.
 
         Raises:
@@ -50,7 +52,7 @@ class Fp8Weight:
             blocks[0], -(-blocks[1] // _SCALE_PAD) * _SCALE_PAD, dtype=torch.float32, device=values_NK.device
         )
         padded_BG[:, : blocks[1]] = scales_BG
-        return Fp8Weight(values_NK.contiguous(), padded_BG[:, : blocks[1]])
+        return Fp8Weight(values_NK.contiguous(), padded_BG[:, : blocks[1]], ue8m0)
 
     @property
     def num_outputs(self) -> int:

@@ -87,7 +87,6 @@ def launch(
     weight: torch.Tensor | Fp8Weight,
     out_MN: torch.Tensor,
     *,
-    ue8m0: bool = False,
     tile: VectorTile | None = None,
 ) -> None:
     """Write `out_MN`; all arguments were checked.
@@ -96,7 +95,6 @@ def launch(
         x_MK: one or two rows; bfloat16 if the weight is float8, else of the weight's dtype.
         weight: of at most `MAX_INPUTS` columns, a multiple of 128.
         out_MN: rows may be strided.
-        ue8m0: whether scales of the tokens are powers of two.
         tile: of a program; None: as measured.
     """
     is_fp8 = isinstance(weight, Fp8Weight)
@@ -109,7 +107,7 @@ def launch(
         x_MK, values_NK, scales_BG, out_MN, num_outputs, num_inputs, x_MK.stride(0) if is_many else num_inputs,
         values_NK.stride(0), scales_BG.stride(0), out_MN.stride(0) if is_many else num_outputs,
     )  # fmt: skip
-    constants = _constants(tile, num_inputs, num_tokens, is_fp8, ue8m0 and is_fp8, x_MK.device)
+    constants = _constants(tile, num_inputs, num_tokens, is_fp8, is_fp8 and weight.ue8m0, x_MK.device)
     _launch_vector((-(-num_outputs // tile.outputs),), arguments, constants)
 
 

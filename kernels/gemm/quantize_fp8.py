@@ -103,11 +103,16 @@ def quantize_groups(
     largest = torch.where(x.isnan(), 0.0, x.abs()).amax(dims, keepdim=True)
     scales = largest.clamp(min=TINIEST) * (1.0 / LARGEST)
     if ue8m0:
-        scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        scales = raise_scales(scales)
     scaled = x * (1.0 / scales)
     # Clamp first: not every version of torch saturates.
     q = torch.where(scaled.isnan(), scaled, scaled.clamp(-LARGEST, LARGEST)).to(DTYPE)
     return q, scales.squeeze(dims)
+
+
+def raise_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Round positive float32 scales up to powers of two (e8m0 has no others)."""
+    return ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def dequantize_fp8(q_TK: torch.Tensor, scales_GT: torch.Tensor) -> torch.Tensor:

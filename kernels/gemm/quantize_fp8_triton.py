@@ -22,13 +22,18 @@ SIZES = (16, 64, 512, 2048, 8192)  # rows that are tuned for
 
 
 @triton.jit
+def raise_scales(scale):
+    """The next powers of two, or the scales themselves where they are such."""
+    return ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def quantize_tile(x, AXIS: tl.constexpr, UE8M0: tl.constexpr):
     """Float8 values of float32 ones, and the scales of the groups along `AXIS` (kept, with length 1)."""
     magnitude = tl.where(x == x, tl.abs(x), 0.0)  # a NaN must not scale its neighbours
     scale = tl.maximum(tl.max(magnitude, axis=AXIS, keep_dims=True), 1e-10) * (1.0 / 448.0)
     if UE8M0:
-        raised = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        scale = raised.to(tl.float32, bitcast=True)
+        scale = raise_scales(scale)
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     return (x * inverse).to(tl.float8e4nv), scale
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels.gemm.quantize_fp8 import raise_scales
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.moe import align_triton as moe_align_triton
 
@@ -77,9 +78,12 @@ def moe_align_quantize(
     block_len: int = 16,
     *,
     first_expert: int = 0,
+    ue8m0: bool = False,
     implementation: Implementation = Implementation.AUTO,
 ) -> tuple[Alignment, torch.Tensor, torch.Tensor]:
     """Sort as `moe_align` and quantize x in the same launch: float8_e4m3fn [T, D], scales float32 [T, D / 128].
+
+    With `ue8m0` scales are rounded up to powers of two.
 
     Raises:
         KernelArgumentInvalid: as in `moe_align`, or `x_TD` has another number of tokens or a D that is no multiple of
@@ -91,12 +95,12 @@ def moe_align_quantize(
     require(x_TD.shape[1] % GROUP == 0, "x_TD", f"has {x_TD.shape[1]} columns, no multiple of {GROUP}")
     require(x_TD.device == expert_TK.device, "x_TD", f"is on {x_TD.device}, not {expert_TK.device}")
     if not uses_triton(x_TD.device, implementation):
-        values_TD, scale_TG = quantize_reference(x_TD)
+        values_TD, scale_TG = quantize_reference(x_TD, ue8m0=ue8m0)
         alignment = _align(expert_TK, num_experts, block_len, first_expert, None, implementation)
         return alignment, values_TD, scale_TG
     values_TD = torch.empty(x_TD.shape, dtype=torch.float8_e4m3fn, device=x_TD.device)
     scale_TG = torch.empty(len(x_TD), x_TD.shape[1] // GROUP, dtype=torch.float32, device=x_TD.device)
-    quantized = (x_TD, values_TD, scale_TG)
+    quantized = moe_align_triton.ToQuantize(x_TD, values_TD, scale_TG, ue8m0)
     alignment = _align(expert_TK, num_experts, block_len, first_expert, quantized, implementation)
     return alignment, values_TD, scale_TG
 
@@ -115,7 +119,7 @@ def _align(
     num_experts: int,
     block_len: int,
     first_expert: int,
-    quantized: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    quantized: moe_align_triton.ToQuantize | None,
     implementation: Implementation,
 ) -> Alignment:
     """Sort choices that were checked."""
@@ -124,7 +128,7 @@ def _align(
     num_blocks = max_blocks(expert_TK.numel(), num_experts, block_len)
     rows = torch.empty(num_blocks * block_len, dtype=torch.int32, device=expert_TK.device)
     block_expert = torch.empty(num_blocks, dtype=torch.int32, device=expert_TK.device)
-    if expert_TK.numel() > 0 or (quantized is not None and len(quantized[0]) > 0):
+    if expert_TK.numel() > 0 or (quantized is not None and len(quantized.x_TD) > 0):
         ids = expert_TK.contiguous()
         moe_align_triton.launch(ids, rows, block_expert, num_experts, block_len, first_expert, quantized)
     return Alignment(rows, block_expert, block_len)
@@ -153,9 +157,14 @@ def moe_align_reference(expert_TK: torch.Tensor, num_experts: int, block_len: in
     return Alignment(rows[:-1], block_expert.int(), block_len)
 
 
-def quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize [..., C] to float8_e4m3fn, with scales [..., C / 128]: a group's largest magnitude becomes 448."""
+def quantize_reference(x: torch.Tensor, *, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize [..., C] to float8_e4m3fn, with scales [..., C / 128]: a group's largest magnitude becomes 448.
+
+    With `ue8m0` scales are rounded up to powers of two, and it becomes 224 to 448.
+    """
     groups = x.float().unflatten(-1, (-1, GROUP))
     scale = groups.abs().amax(dim=-1).clamp(min=_SMALLEST) / _LARGEST
+    if ue8m0:
+        scale = raise_scales(scale)
     values = (groups / scale[..., None]).clamp(-_LARGEST, _LARGEST)
     return values.flatten(-2).to(torch.float8_e4m3fn), scale

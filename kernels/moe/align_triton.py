@@ -10,12 +10,14 @@ Shapes: N = T * K ids, B of them at a time, E experts, F bins, R rows of a block
 """
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.gemm.quantize_fp8_triton import raise_scales
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
@@ -35,12 +37,14 @@ def _load_ids(ids, start, num_ids, FIRST: tl.constexpr, E: tl.constexpr, B: tl.c
 
 
 @triton.jit
-def _quantize_token(x, x_stride, values, scales, token, D: tl.constexpr, G: tl.constexpr):
+def _quantize_token(x, x_stride, values, scales, token, D: tl.constexpr, G: tl.constexpr, UE8M0: tl.constexpr):
     group_G = tl.arange(0, G)
     mask_G1 = (group_G < D // _GROUP)[:, None]
     at_GK = group_G[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     value_GK = tl.load(x + token.to(tl.int64) * x_stride + at_GK, mask=mask_G1, other=0.0).to(tl.float32)
     scale_G = tl.maximum(tl.max(tl.abs(value_GK), axis=1), _SMALLEST) / _LARGEST
+    if UE8M0:
+        scale_G = raise_scales(scale_G)
     value_GK = value_GK / scale_G[:, None]
     tl.store(values + token.to(tl.int64) * D + at_GK, value_GK.to(values.dtype.element_ty), mask=mask_G1)
     tl.store(scales + token.to(tl.int64) * (D // _GROUP) + group_G, scale_G, mask=group_G < D // _GROUP)
@@ -67,6 +71,7 @@ def _align_kernel(
     D: tl.constexpr,
     G: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    UE8M0: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """The blocks of OWN experts, or behind them a token. MANY: there are more than B ids, so several tiles."""
@@ -76,7 +81,7 @@ def _align_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if QUANTIZE:
         if tl.program_id(0) >= NUM_COUNTING:
-            _quantize_token(x, x_stride, values, scales, tl.program_id(0) - NUM_COUNTING, D, G)
+            _quantize_token(x, x_stride, values, scales, tl.program_id(0) - NUM_COUNTING, D, G, UE8M0)
             return
     bin_F = tl.arange(0, F)
     id_B = _load_ids(ids, 0, num_ids, FIRST, E, B)
@@ -115,6 +120,23 @@ def _scatter_tile(id_B, start, expert, rows, first, E: tl.constexpr, B: tl.const
     tl.store(rows + first + rank_B, start + tl.arange(0, B), mask=is_B)
 
 
+@dataclass(frozen=True, slots=True)
+class ToQuantize:
+    """Rows to quantize beside the sort.
+
+    Attributes:
+        x_TD: the rows.
+        values_TD: where their float8 values go.
+        scale_TG: where their scales go.
+        ue8m0: whether scales are rounded up to powers of two.
+    """
+
+    x_TD: torch.Tensor
+    values_TD: torch.Tensor
+    scale_TG: torch.Tensor
+    ue8m0: bool
+
+
 def launch(
     expert_TK: torch.Tensor,
     rows: torch.Tensor,
@@ -122,19 +144,23 @@ def launch(
     num_experts: int,
     block_len: int,
     first_expert: int,
-    quantized: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    quantized: ToQuantize | None,
 ) -> None:
-    """One launch; `quantized` is (x, its float8 values, their scales), where that is wanted."""
+    """One launch."""
     num_ids = expert_TK.numel()
     tile = tile_of(num_ids)
-    x, values, scales = quantized if quantized is not None else (rows, rows, rows)
+    x, values, scales, ue8m0 = rows, rows, rows, False
+    if quantized is not None:
+        x, values, scales, ue8m0 = quantized.x_TD, quantized.values_TD, quantized.scale_TG, quantized.ue8m0
     hidden = x.shape[-1] if quantized is not None else GROUP
     num_programs = triton.cdiv(num_experts, own_of(num_experts)) + (x.shape[0] if quantized is not None else 0)
     arguments = (
         expert_TK, num_ids, rows, block_expert, block_expert.numel(), x, x.stride(0), values, scales,
     )  # fmt: skip
     size = tile if num_ids <= tile else tile + 1  # all that is read of how many there are
-    kept = _constants(num_experts, block_len, size, hidden, quantized is not None, first_expert, expert_TK.device)
+    kept = _constants(
+        num_experts, block_len, size, hidden, quantized is not None, ue8m0, first_expert, expert_TK.device
+    )
     with torch.cuda.device_of(expert_TK):
         _launch_align((num_programs,), arguments, kept)
 
@@ -146,11 +172,13 @@ def _constants(
     num_ids: int,
     hidden: int,
     quantizes: bool,
+    ue8m0: bool,
     first_expert: int,
     device: torch.device,
 ) -> Constants:
     warps = warps_of(tile_of(num_ids))
     by_name = constants(num_experts, block_len, num_ids, hidden, quantizes, first_expert) | {"num_warps": warps}
+    by_name["UE8M0"] = ue8m0
     return Constants(by_name | dependent_launch(device))
 
 
@@ -188,6 +216,7 @@ def constants(
         "D": hidden,
         "G": triton.next_power_of_2(max(1, hidden // GROUP)),
         "QUANTIZE": quantizes,
+        "UE8M0": False,
     }
 
 

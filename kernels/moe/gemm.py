@@ -50,6 +50,7 @@ class Fp8ExpertWeights:
         down_EDI: values.
         down_scale: float32 [E, D / 128, I / 128].
         held: which experts these are; None: all experts of the layer, or a part of each where ranks share them.
+        ue8m0: whether activations get scales that are powers of two: see `Fp8Weight`.
     """
 
     gate_up_EJD: torch.Tensor
@@ -57,6 +58,7 @@ class Fp8ExpertWeights:
     down_EDI: torch.Tensor
     down_scale: torch.Tensor
     held: HeldExperts | None = None
+    ue8m0: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +151,11 @@ def experts_grouped(
         require(fits, "tiles", f"do not go with groups of {GROUP}: {tiles}")
     values_TD, scale_TG = x_TD, None
     first = 0 if weights.held is None else weights.held.first
-    if is_fp8:
+    if isinstance(weights, Fp8ExpertWeights):
         alignment, values_TD, scale_TG = moe_align_quantize(
-            x_TD, expert_TK, num_experts, block_len, first_expert=first, implementation=implementation
-        )
+            x_TD, expert_TK, num_experts, block_len,
+            first_expert=first, ue8m0=weights.ue8m0, implementation=implementation,
+        )  # fmt: skip
     else:
         alignment = moe_align(expert_TK, num_experts, block_len, first_expert=first, implementation=implementation)
     gemm = moe_gemm_triton.GroupedGemm(
@@ -288,7 +291,7 @@ def _rounded(x: torch.Tensor, weights: ExpertWeights | Fp8ExpertWeights) -> torc
     """Round x as a GEMM with these weights does."""
     if not isinstance(weights, Fp8ExpertWeights):
         return x
-    values, scale = quantize_reference(x)
+    values, scale = quantize_reference(x, ue8m0=weights.ue8m0)
     return values.float() * scale.repeat_interleave(GROUP, dim=-1)
 
 

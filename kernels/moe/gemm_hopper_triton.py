@@ -115,8 +115,8 @@ def launch(gemm: GroupedGemm, x_TD: torch.Tensor, x_scale_TG: torch.Tensor, out_
     num_chosen = weight_TK.shape[1]
     place_rows(x_TD, x_scale_TG, gemm.alignment, placed_PD, placed_scale_GP, num_chosen=num_chosen)
     with torch.cuda.device_of(x_TD):
-        _launch_grouped(programs, (*to_inner, *sizes), _grouped_constants(2 * inner_size, hidden, True))
-        _launch_grouped(programs, (*to_part, *sizes), _grouped_constants(hidden, inner_size, False))
+        _launch_grouped(programs, (*to_inner, *sizes), _grouped_constants(2 * inner_size, hidden, True, weights.ue8m0))
+        _launch_grouped(programs, (*to_part, *sizes), _grouped_constants(hidden, inner_size, False, False))
         launch_sum(gemm, part_ND, out_TD)
 
 
@@ -150,16 +150,16 @@ def _place_constants(num_chosen: int, block_len: int, hidden: int) -> Constants:
 
 
 @functools.lru_cache(maxsize=256)
-def _grouped_constants(num_outputs: int, num_inputs: int, is_gated: bool) -> Constants:
+def _grouped_constants(num_outputs: int, num_inputs: int, is_gated: bool, ue8m0: bool) -> Constants:
     return Constants({
-        "N": num_outputs, "K": num_inputs, "STAGES": _STAGES, "GATED": is_gated, "num_warps": 4,
+        "N": num_outputs, "K": num_inputs, "STAGES": _STAGES, "GATED": is_gated, "UE8M0": ue8m0, "num_warps": 4,
     })  # fmt: skip
 
 
 def variants() -> list[Variant]:
-    """Of DeepSeek-V3's experts and of the 35B's."""
+    """Of DeepSeek-V3.1's experts, whose scales are powers of two, and of the 35B's."""
     found = []
-    for inner_size, hidden in ((2048, 7168), (512, 2048)):
+    for inner_size, hidden, ue8m0 in ((2048, 7168, True), (512, 2048, False)):
         placed = dict(_place_constants(8, BLOCK_LEN, hidden).by_name)
         found.append(
             Variant(
@@ -180,7 +180,7 @@ def variants() -> list[Variant]:
         )
         for is_gated in (True, False):
             sizes = (2 * inner_size, hidden) if is_gated else (hidden, inner_size)
-            constants = dict(_grouped_constants(*sizes, is_gated).by_name)
+            constants = dict(_grouped_constants(*sizes, is_gated, is_gated and ue8m0).by_name)
             found.append(
                 Variant(
                     name=f"moe_gemm hopper {'gated' if is_gated else 'down'} {inner_size}x{hidden}",

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.gemm.quantize_fp8_triton import raise_scales
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.moe.align import GROUP, Alignment
 from baton.kernels.moe.held_experts import HeldExperts
@@ -70,6 +71,7 @@ def _gated_kernel(
     J: tl.constexpr,
     K: tl.constexpr,
     FP8: tl.constexpr,
+    UE8M0: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -111,6 +113,8 @@ def _gated_kernel(
     inner_at = inner + row_R.to(tl.int64)[:, None] * INNER + its_J[None, :]
     if FP8:
         scale_R = tl.maximum(tl.max(tl.abs(inner_JR), axis=0), _SMALLEST) / _LARGEST
+        if UE8M0:
+            scale_R = raise_scales(scale_R)
         value_JR = inner_JR / scale_R[None, :]
         tl.store(inner_at, value_JR.T.to(inner.dtype.element_ty), mask=is_row_R[:, None])
         tl.store(inner_scale + row_R.to(tl.int64) * (INNER // _GROUP) + first // _GROUP, scale_R, mask=is_row_R)
@@ -243,7 +247,7 @@ def launch(gemm: GroupedGemm, x_TD: torch.Tensor, x_scale: torch.Tensor | None, 
         inner_scale = torch.empty(num_rows, inner_size // GROUP, dtype=torch.float32, device=device)
         gate_up_scale, down_scale = weights.gate_up_scale, weights.down_scale
     rows, block_expert = gemm.alignment.rows, gemm.alignment.block_expert
-    gated, down = _constants(inner_size, hidden, num_chosen, tiles, is_fp8, device)
+    gated, down = _constants(inner_size, hidden, num_chosen, tiles, is_fp8, is_fp8 and weights.ue8m0, device)
     num_blocks = len(block_expert)
     to_inner = (
         x_TD, x_scale if is_fp8 else weight_TK, weights.gate_up_EJD, gate_up_scale, rows, block_expert, inner,
@@ -267,11 +271,12 @@ def launch_sum(gemm: GroupedGemm, part_ND: torch.Tensor, out_TD: torch.Tensor) -
 
 @functools.lru_cache(maxsize=256)
 def _constants(
-    inner_size: int, hidden: int, num_chosen: int, tiles: Any, is_fp8: bool, device: torch.device
+    inner_size: int, hidden: int, num_chosen: int, tiles: Any, is_fp8: bool, ue8m0: bool, device: torch.device
 ) -> tuple[Constants, Constants]:
     """Of both GEMMs."""
     early = dependent_launch(device, tiles.block_len <= _FEW)
     gated = gated_constants(inner_size, hidden, num_chosen, tiles, is_fp8) | {"num_warps": tiles.gated_warps}
+    gated["UE8M0"] = ue8m0
     down = down_constants(inner_size, hidden, tiles, is_fp8) | {"num_warps": tiles.down_warps}
     return Constants(gated | early), Constants(down | early)
 
@@ -300,6 +305,7 @@ def gated_constants(inner_size: int, hidden: int, num_chosen: int, tiles: Any, i
         "J": tiles.gated_outputs,
         "K": 128 if is_fp8 else 64,
         "FP8": is_fp8,
+        "UE8M0": False,
         "STAGES": tiles.gated_stages,
     }
 

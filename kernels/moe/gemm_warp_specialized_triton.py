@@ -130,11 +130,15 @@ def _add_product(sum_RN, x_piece, weight_piece, scale):
 
 
 @gluon.jit
-def _store_gated(gate_RN, up_RN, out, out_scales, first_row, tile, scale_stride, INNER: gl.constexpr):
+def _store_gated(
+    gate_RN, up_RN, out, out_scales, first_row, tile, scale_stride, INNER: gl.constexpr, UE8M0: gl.constexpr
+):  # fmt: skip
     """silu(gate) * up, quantized: 128 columns share a scale."""
     wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     inner_RN = gate_RN / (1.0 + gl.exp(-gate_RN)) * up_RN
     scale_R = gl.maximum(gl.max(gl.abs(inner_RN), axis=1), _SMALLEST) / _LARGEST
+    if UE8M0:
+        scale_R = ((scale_R.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
     value_RN = (inner_RN / scale_R[:, None]).to(out.dtype.element_ty)
     row_R = first_row + gl.arange(0, 64, gl.SliceLayout(1, _LAYOUT))
     gl.store(out_scales + tile.to(gl.int64) * scale_stride + row_R, scale_R)
@@ -160,6 +164,7 @@ def _store_weighted(sum_RN, out, rows, weights, first_row, first_column, N: gl.c
 def _consume(
     rows, block_expert, weights, out, out_scales, x_pieces, weight_pieces, scales, full, empty, num_blocks,
     scale_stride, WHICH: gl.constexpr, N: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+    UE8M0: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that has 64 rows of each block. The second has nothing to do where a block has no more rows."""
     TILES: gl.constexpr = N // 256
@@ -184,7 +189,7 @@ def _consume(
                     mbarrier.arrive(empty.index(stage), count=1)
                     count += 1
                 if GATED:
-                    _store_gated(first_RN, second_RN, out, out_scales, first_row, tile, scale_stride, N // 2)
+                    _store_gated(first_RN, second_RN, out, out_scales, first_row, tile, scale_stride, N // 2, UE8M0)
                 else:
                     _store_weighted(first_RN, out, rows, weights, first_row, tile * 256, N)
                     _store_weighted(second_RN, out, rows, weights, first_row, tile * 256 + 128, N)
@@ -200,7 +205,7 @@ def _consume(
 def grouped_kernel(
     x, x_scales, weight, weight_scales, rows, block_expert, weights, out, out_scales,
     num_blocks: gl.int32, scale_stride: gl.int32,
-    N: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, UE8M0: gl.constexpr,
 ) -> None:  # fmt: skip
     """Blocks of rows times tiles of their experts' weights [N, K]; a program does one after another."""
     kind: gl.constexpr = x.dtype
@@ -219,11 +224,11 @@ def grouped_kernel(
         [
             (_consume, (
                 rows, block_expert, weights, out, out_scales, x_pieces, weight_pieces, scales, full, empty, num_blocks,
-                scale_stride, gl.constexpr(0), N, K, STAGES, GATED,
+                scale_stride, gl.constexpr(0), N, K, STAGES, GATED, UE8M0,
             )),
             (_consume, (
                 rows, block_expert, weights, out, out_scales, x_pieces, weight_pieces, scales, full, empty, num_blocks,
-                scale_stride, gl.constexpr(1), N, K, STAGES, GATED,
+                scale_stride, gl.constexpr(1), N, K, STAGES, GATED, UE8M0,
             )),
             (_produce, (
                 x, weight, block_expert, x_pieces, weight_pieces, full, empty, num_blocks, N, K, STAGES, GATED,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.gemm.quantize_fp8_triton import raise_scales
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.vector_plan import VectorTiles, tiles_of
@@ -29,9 +30,11 @@ _SMALLEST = tl.constexpr(1e-10)
 
 
 @triton.jit
-def _in_float8(x_GC, dtype: tl.constexpr):
+def _in_float8(x_GC, dtype: tl.constexpr, UE8M0: tl.constexpr):
     """Of groups along the last dimension: float32 values that float8 has, and the groups' scales."""
     scale_G = tl.maximum(tl.max(tl.abs(x_GC), axis=1, keep_dims=True), _SMALLEST) / _LARGEST
+    if UE8M0:
+        scale_G = raise_scales(scale_G)
     return (x_GC / scale_G).to(dtype).to(tl.float32), scale_G
 
 
@@ -39,7 +42,7 @@ def _in_float8(x_GC, dtype: tl.constexpr):
 def _gated_vector_kernel(
     x, gate_up, gate_up_scale, expert, inner, x_stride, CHOSEN: tl.constexpr, FIRST: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    FP8: tl.constexpr, EARLY: tl.constexpr,
+    FP8: tl.constexpr, UE8M0: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """inner[choice] = silu(gate x) * (up x) of N columns of one choice."""
     NUM_TILES: tl.constexpr = (INNER + N - 1) // N
@@ -68,7 +71,7 @@ def _gated_vector_kernel(
         is_group_G = group_G < GROUPS
         at_GC = group_G[:, None] * 128 + tl.arange(0, 128)[None, :]
         x_GC = tl.load(x + at_GC, mask=is_group_G[:, None], other=0.0).to(tl.float32)
-        x_GC, scale_G1 = _in_float8(x_GC, gate_up.dtype.element_ty)
+        x_GC, scale_G1 = _in_float8(x_GC, gate_up.dtype.element_ty, UE8M0)
         scales_at = gate_up_scale + own * (2 * INNER // 128 * GROUPS) + first // 128 * GROUPS + group_G
         gate_scale_G = tl.load(scales_at, mask=is_group_G, other=0.0)
         up_scale_G = tl.load(scales_at + INNER // 128 * GROUPS, mask=is_group_G, other=0.0)
@@ -87,7 +90,7 @@ def _gated_vector_kernel(
 def _down_vector_kernel(
     inner, down, down_scale, expert, weight, out, CHOSEN: tl.constexpr, FIRST: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, FP8: tl.constexpr, ROUNDED: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, FP8: tl.constexpr, UE8M0: tl.constexpr, ROUNDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[token] = the sum over its choices of weight * (down inner), N columns of it, each rounded as ROUNDED is.
 
@@ -118,7 +121,7 @@ def _down_vector_kernel(
         is_own_P = (its_P < CHOSEN) & (group_P < GROUPS) & (own_P >= 0) & (own_P < NUM_EXPERTS)
         at_P = its_P * INNER + group_P * 128
         inner_PC = tl.load(inner + at_P[:, None] + tl.arange(0, 128)[None, :], mask=is_own_P[:, None], other=0.0)
-        inner_PC, scale_P1 = _in_float8(inner_PC, down.dtype.element_ty)
+        inner_PC, scale_P1 = _in_float8(inner_PC, down.dtype.element_ty, UE8M0)
         scales_at = down_scale + tl.where(is_own_P, own_P, 0) * (D // 128 * GROUPS) + first // 128 * GROUPS + group_P
         down_scale_P = tl.load(scales_at, mask=is_own_P, other=0.0)
         inner_CK = tl.reshape(inner_PC * (scale_P1 * down_scale_P[:, None]), [C, K])
@@ -155,8 +158,9 @@ def launch(
     gate_up_scale, down_scale = (weights.gate_up_scale, weights.down_scale) if is_fp8 else (weight_TK, weight_TK)
     tiles = tiles_of(num_chosen, inner_size, hidden, is_fp8=is_fp8)
     gated, down = _constants(
-        tiles, num_experts, num_chosen, inner_size, hidden, is_fp8, x_TD.dtype, weights.held, x_TD.device
-    )
+        tiles, num_experts, num_chosen, inner_size, hidden, is_fp8, is_fp8 and weights.ue8m0, x_TD.dtype,
+        weights.held, x_TD.device,
+    )  # fmt: skip
     x_stride = x_TD.stride(0) if num_tokens > 1 else hidden  # a single row's stride may be anything
     to_inner = (x_TD, weights.gate_up_EJD, gate_up_scale, expert_TK, inner, x_stride)
     to_out = (inner, weights.down_EDI, down_scale, expert_TK, weight_TK, out_TD)
@@ -173,13 +177,14 @@ def _constants(
     inner_size: int,
     hidden: int,
     is_fp8: bool,
+    ue8m0: bool,
     dtype: torch.dtype,
     held: HeldExperts | None,
     device: torch.device,
 ) -> tuple[Constants, Constants]:
     """Of both launches."""
     early = dependent_launch(device)
-    gated, down = _by_name(tiles, num_experts, num_chosen, inner_size, hidden, is_fp8, dtype, held)
+    gated, down = _by_name(tiles, num_experts, num_chosen, inner_size, hidden, is_fp8, ue8m0, dtype, held)
     gated["num_warps"], down["num_warps"] = tiles.gated_warps, tiles.down_warps
     return Constants(gated | early), Constants(down | early)
 
@@ -191,6 +196,7 @@ def _by_name(
     inner_size: int,
     hidden: int,
     is_fp8: bool,
+    ue8m0: bool,
     dtype: torch.dtype,
     held: HeldExperts | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -202,6 +208,7 @@ def _by_name(
         "INNER": inner_size,
         "D": hidden,
         "FP8": is_fp8,
+        "UE8M0": ue8m0,
     }
     gated = both | {"N": tiles.gated_rows, "K": tiles.gated_columns}
     down = both | {"C": tiles.choices, "N": tiles.down_rows, "K": tiles.down_columns, "ROUNDED": _TYPES[dtype]}
@@ -230,7 +237,7 @@ def variants() -> list[Variant]:
         early = has_all  # of those that ranks share, the form for other devices
         tiles = tiles_of(num_chosen, inner_size, hidden, is_fp8=is_fp8)
         held = None if has_all else HeldExperts(num_experts, num_experts, 2 * num_experts)
-        both = _by_name(tiles, num_experts, num_chosen, inner_size, hidden, is_fp8, torch.bfloat16, held)
+        both = _by_name(tiles, num_experts, num_chosen, inner_size, hidden, is_fp8, False, torch.bfloat16, held)
         matrix, inner = ("*fp8e4nv", "*fp32") if is_fp8 else ("*bf16", "*bf16")
         types = {"x": "*bf16", "gate_up": matrix, "down": matrix, "inner": inner, "out": "*bf16", "x_stride": "i32"}
         types |= dict.fromkeys(("gate_up_scale", "down_scale", "weight"), "*fp32") | {"expert": "*i64"}

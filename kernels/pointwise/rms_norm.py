@@ -66,6 +66,7 @@ def rms_norm_fused(
     residual_TD: torch.Tensor | None = None,
     plus_one: bool = False,
     num_padded: int | None = None,
+    ue8m0: bool = False,
     keep: bool = False,
     implementation: Implementation = Implementation.AUTO,
 ) -> NormedRows:
@@ -83,6 +84,7 @@ def rms_norm_fused(
         plus_one: multiply by 1 + w (Gemma, Qwen3-Next).
         num_padded: return so many float8 rows, at least T, with a scale for each 128 columns (`quantize_fp8`); those
             beyond T are zeros with scale 1. D is a multiple of 128. None: rows are not quantized.
+        ue8m0: whether scales are rounded up to powers of two.
         keep: return them as they were before they were quantized, too.
         implementation: implementation to use.
 
@@ -95,7 +97,9 @@ def rms_norm_fused(
         _check(x_TD, weight_D, residual_TD, num_padded, keep)
         in_triton = _FORMS.keep(key, uses_triton(x_TD.device, implementation))
     if in_triton:
-        found = rms_norm_triton.launch(x_TD, weight_D, eps, residual_TD, num_padded, plus_one=plus_one, keep=keep)
+        found = rms_norm_triton.launch(
+            x_TD, weight_D, eps, residual_TD, num_padded, plus_one=plus_one, keep=keep, ue8m0=ue8m0
+        )
         return NormedRows(*found)
     sum_TD, wide_TD = None, x_TD.float()
     if residual_TD is not None:
@@ -106,7 +110,7 @@ def rms_norm_fused(
     rows_TD = (wide_TD * (1 + weight_D.float())).to(x_TD.dtype) if plus_one else wide_TD.to(x_TD.dtype) * weight_D
     if num_padded is None:
         return NormedRows(rows_TD, sum_TD)
-    rows_RD, scale_GR = quantize_fp8_reference(rows_TD, num_padded=num_padded)
+    rows_RD, scale_GR = quantize_fp8_reference(rows_TD, ue8m0=ue8m0, num_padded=num_padded)
     return NormedRows(rows_RD, sum_TD, scale_GR, rows_TD if keep else None)
 
 

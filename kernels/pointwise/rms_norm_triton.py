@@ -19,6 +19,7 @@ import triton.language as tl
 from baton.kernels import tuning
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.gemm.quantize_fp8 import DTYPE, GROUP_LEN, LARGEST, TINIEST
+from baton.kernels.gemm.quantize_fp8_triton import raise_scales
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.prefetch_triton import prefetch_vector
 from baton.kernels.variant import Variant
@@ -52,6 +53,7 @@ def launch(
     *,
     plus_one: bool,
     keep: bool = False,
+    ue8m0: bool = False,
     options: Mapping[str, Any] | None = None,
     early: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -68,7 +70,7 @@ def launch(
     kept_TD = torch.empty(num_rows, length, dtype=x_TD.dtype, device=x_TD.device) if keep else None
     if num_padded == 0:
         return out_RD, sum_TD, scale_GR, kept_TD
-    flags = residual_TD is not None, plus_one, quantize, keep, early
+    flags = residual_TD is not None, plus_one, quantize, ue8m0 and quantize, keep, early
     if options is None:
         rows, constants = _tuned(length, x_TD.device, *flags)
     else:
@@ -93,13 +95,14 @@ def launch(
 
 def _constants(
     options: Mapping[str, Any], length: int, device: torch.device, residual: bool, plus_one: bool, quantize: bool,
-    keep: bool, early: bool,
+    ue8m0: bool, keep: bool, early: bool,
 ) -> tuple[int, Constants]:  # fmt: skip
     """Rows of a program, and the constants of a launch."""
     block = triton.next_power_of_2(length)
     group = min(GROUP_LEN, block)
     by_name = {"D": length, "R": options["rows"], "N": block // group, "C": group, "RESIDUAL": residual}
-    by_name |= {"PLUS_ONE": plus_one, "QUANTIZE": quantize, "KEEP": keep, "num_warps": options["num_warps"]}
+    by_name |= {"PLUS_ONE": plus_one, "QUANTIZE": quantize, "UE8M0": ue8m0, "KEEP": keep}
+    by_name["num_warps"] = options["num_warps"]
     return options["rows"], Constants(by_name | dependent_launch(device, early))
 
 
@@ -109,11 +112,15 @@ def _tuned(length: int, device: torch.device, *rest: bool) -> tuple[int, Constan
 
 
 @triton.jit
-def store_groups(value, out, at, scale, at_scale, is_there, is_group_there, is_group_real):
+def store_groups(
+    value, out, at, scale, at_scale, is_there, is_group_there, is_group_real, UE8M0: tl.constexpr
+):  # fmt: skip
     """Store groups, which lie along the last dimension, in float8 and their scales; what is not real with scale 1."""
     AXIS: tl.constexpr = len(value.shape) - 1
     largest = tl.maximum(tl.max(tl.abs(value), axis=AXIS), _SMALLEST)
     scales = largest * (1.0 / _LARGEST)
+    if UE8M0:
+        scales = raise_scales(scales)
     inverse = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
     # The conversion saturates, and keeps NaN.
     quantized = (value * tl.expand_dims(inverse, AXIS)).to(tl.float8e4nv)
@@ -126,7 +133,8 @@ def store_groups(value, out, at, scale, at_scale, is_there, is_group_there, is_g
 def _norm_kernel(
     x, x_stride, weight, residual, residual_stride, out, sums, scale, kept, num_rows: tl.int32,
     num_padded: tl.int32, eps, D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
-    RESIDUAL: tl.constexpr, PLUS_ONE: tl.constexpr, QUANTIZE: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
+    RESIDUAL: tl.constexpr, PLUS_ONE: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, KEEP: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     row_R11 = row_R[:, None, None]
@@ -170,7 +178,7 @@ def _norm_kernel(
         wide_RNC = tl.where(is_real, value_RNC.to(tl.float32), 0.0)  # 0 times a weight may be -0
         # Vectors of 16 bytes of float8 would take values from thread to thread, through shared memory.
         at_RNC = tl.max_contiguous(at_RNC, [1, 1, 8])
-        store_groups(wide_RNC, out, at_RNC, scale, at_RN, is_there, is_group, row_R1 < num_rows)
+        store_groups(wide_RNC, out, at_RNC, scale, at_RN, is_there, is_group, row_R1 < num_rows, UE8M0)
     else:
         tl.store(out + at_RNC, value_RNC, mask=is_real)
 
@@ -182,7 +190,7 @@ def _variant(name: str, length: int, *, early: bool = True, **flags: bool) -> Va
     chosen = options_of(length, torch.device("cpu"))
     block = triton.next_power_of_2(length)
     group = min(GROUP_LEN, block)
-    names = ("RESIDUAL", "PLUS_ONE", "QUANTIZE", "KEEP")
+    names = ("RESIDUAL", "PLUS_ONE", "QUANTIZE", "UE8M0", "KEEP")
     flags = {name: flags.get(name, False) for name in names}
     pointers = dict.fromkeys(("x", "weight", "residual", "sums"), "*bf16")
     quantize = flags["QUANTIZE"]

@@ -48,6 +48,7 @@ def silu_mul_fused(
     gate_up_TJ: torch.Tensor,
     *,
     num_padded: int | None = None,
+    ue8m0: bool = False,
     implementation: Implementation = Implementation.AUTO,
 ) -> GatedRows:
     """Compute `silu_mul` and optional quantization in one launch. A row's result depends on that row alone.
@@ -58,6 +59,7 @@ def silu_mul_fused(
         gate_up_TJ: gate first; bfloat16, float16 or float32. Rows may be strided.
         num_padded: return so many float8 rows, at least T, with a scale for each 128 columns (`quantize_fp8`); those
             beyond T are zeros with scale 1. I is a multiple of 128. None: rows are not quantized.
+        ue8m0: whether scales are rounded up to powers of two.
         implementation: implementation to use.
 
     Raises:
@@ -69,11 +71,11 @@ def silu_mul_fused(
         _check(gate_up_TJ, num_padded)
         in_triton = _FORMS.keep(key, uses_triton(gate_up_TJ.device, implementation))
     if in_triton:
-        return GatedRows(*silu_mul_triton.launch(gate_up_TJ, num_padded))
+        return GatedRows(*silu_mul_triton.launch(gate_up_TJ, num_padded, ue8m0=ue8m0))
     rows_TI = silu_mul(gate_up_TJ)
     if num_padded is None:
         return GatedRows(rows_TI, None)
-    return GatedRows(*quantize_fp8_reference(rows_TI, num_padded=num_padded))
+    return GatedRows(*quantize_fp8_reference(rows_TI, ue8m0=ue8m0, num_padded=num_padded))
 
 
 def _check(gate_up_TJ: torch.Tensor, num_padded: int | None) -> None:

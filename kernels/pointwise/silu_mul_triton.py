@@ -52,6 +52,7 @@ def launch(
     gate_up_TJ: torch.Tensor,
     num_padded: int | None,
     *,
+    ue8m0: bool = False,
     options: Mapping[str, Any] | None = None,
     early: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -67,9 +68,9 @@ def launch(
     if num_rows == 0:
         return rows_RI, scale_GR
     if options is None:
-        constants = _tuned(length, num_rows, gate_up_TJ.device, quantize, early)
+        constants = _tuned(length, num_rows, gate_up_TJ.device, quantize, ue8m0, early)
     else:
-        constants = _of_options(tuple(sorted(options.items())), length, gate_up_TJ.device, quantize, early)
+        constants = _of_options(tuple(sorted(options.items())), length, gate_up_TJ.device, quantize, ue8m0, early)
     arguments = (
         gate_up_TJ,
         gate_up_TJ.stride(0),
@@ -84,11 +85,13 @@ def launch(
 
 @functools.lru_cache(maxsize=256)
 def _of_options(
-    options: tuple[tuple[str, Any], ...], length: int, device: torch.device, quantize: bool, early: bool | None
-) -> Constants:
+    options: tuple[tuple[str, Any], ...], length: int, device: torch.device, quantize: bool, ue8m0: bool,
+    early: bool | None,
+) -> Constants:  # fmt: skip
     """The constants of a launch."""
     chosen = dict(options)
-    by_name = _shape(chosen["groups"], length) | {"QUANTIZE": quantize, "num_warps": chosen["num_warps"]}
+    by_name = _shape(chosen["groups"], length) | {"QUANTIZE": quantize, "UE8M0": ue8m0 and quantize}
+    by_name["num_warps"] = chosen["num_warps"]
     by_name["PTX"] = device.type == "cuda" and torch.version.hip is None and not knobs.runtime.interpret
     return Constants(by_name | dependent_launch(device, chosen.get("early", True) if early is None else early))
 
@@ -100,10 +103,12 @@ def _shape(groups: int, length: int) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _tuned(length: int, num_rows: int, device: torch.device, quantize: bool, early: bool | None) -> Constants:
+def _tuned(
+    length: int, num_rows: int, device: torch.device, quantize: bool, ue8m0: bool, early: bool | None
+) -> Constants:
     """One object for all numbers of rows that are computed alike, so that they share a compiled form."""
     chosen = options_of(length, num_rows, quantize, device)
-    return _of_options(tuple(sorted(chosen.items())), length, device, quantize, early)
+    return _of_options(tuple(sorted(chosen.items())), length, device, quantize, ue8m0, early)
 
 
 @triton.jit
@@ -136,6 +141,7 @@ def _silu_mul_kernel(
     N: tl.constexpr,
     C: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    UE8M0: tl.constexpr,
     PTX: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -168,7 +174,8 @@ def _silu_mul_kernel(
     if QUANTIZE:
         row_N = tl.reshape(tl.broadcast_to(row_N1, [N, 1]), [N])
         at_N = tl.reshape(group_N1, [N]).to(tl.int64) * num_rows + row_N
-        store_groups(value_NC.to(tl.float32), out, at_NC, scale, at_N, is_there, row_N < num_rows, row_N < num_given)
+        is_row_N, is_real_N = row_N < num_rows, row_N < num_given
+        store_groups(value_NC.to(tl.float32), out, at_NC, scale, at_N, is_there, is_row_N, is_real_N, UE8M0)
     else:
         tl.store(out + at_NC, value_NC, mask=is_there & is_column)
 
@@ -179,11 +186,11 @@ _launch_gate = Launcher(_silu_mul_kernel)
 def _variant(
     name: str, length: int, num_rows: int, *, early: bool = True, quantize: bool = False, on_amd: bool = False
 ) -> Variant:
-    chosen = _tuned(length, num_rows, torch.device("cpu"), quantize, False).by_name
+    chosen = _tuned(length, num_rows, torch.device("cpu"), quantize, False, False).by_name
     out = "*fp8e4nv" if quantize else "*bf16"
     types = {"gate_up": "*bf16", "out": out, "scale": "*fp32" if quantize else out}
     types |= dict.fromkeys(("row_stride", "num_given", "num_rows"), "i32")
-    names = ("I", "G", "N", "C", "QUANTIZE")
+    names = ("I", "G", "N", "C", "QUANTIZE", "UE8M0")
     return Variant(
         name=f"silu_mul_fused {length} T={num_rows}{name}{'' if early else ' late'}{' plain' * on_amd}",
         kernel=_silu_mul_kernel,

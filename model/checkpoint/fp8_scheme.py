@@ -43,6 +43,7 @@ class Fp8Scheme:
         suffix: replaces "weight" in a scale's name.
         quantizes_inputs: activations are float8, too; else only weights are, and they are dequantized as they are read.
         is_static: scales of activations were published. Not used: they are computed dynamically here.
+        ue8m0: activations get scales that are powers of two, as those of its weights are (DeepSeek-V3.1).
     """
 
     method: str
@@ -50,6 +51,7 @@ class Fp8Scheme:
     suffix: str = "weight_scale"
     quantizes_inputs: bool = True
     is_static: bool = False
+    ue8m0: bool = False
 
     @property
     def may_stay_float8(self) -> bool:
@@ -151,7 +153,7 @@ def _fp8(found: dict[str, Any], path: Path) -> Fp8Scheme:
     _one_of(found, "activation_scheme", (None, "dynamic", "static"), where)
     _one_of(found, "fmt", (None, "e4m3", "float8_e4m3fn"), where)
     _one_of(found, "weight_block_size", (None, _BLOCK), where)
-    _one_of(found, "scale_fmt", (None, "float", "ue8m0"), where)  # ue8m0: powers of two stored as float32
+    _one_of(found, "scale_fmt", (None, "float", "ue8m0"), where)
     _one_of(found, "dequantize", (None, False), where)
     _one_of(found, "modules_to_convert", (None, []), where)
     _one_of(found, "expert_dtype", (None, "fp8"), where)
@@ -161,6 +163,7 @@ def _fp8(found: dict[str, Any], path: Path) -> Fp8Scheme:
         kinds=(ScaleKind.BLOCK if is_block else ScaleKind.TENSOR,),
         suffix="weight_scale_inv" if is_block else "weight_scale",
         is_static=found.get("activation_scheme") == "static",
+        ue8m0=found.get("scale_fmt") == "ue8m0",
     )
 
 

@@ -66,8 +66,8 @@ def blocks(shape):
 def weights_of(num_experts, inner_size, hidden, kind):
     gate_up, gate_up_scale = blocks((num_experts, 2 * inner_size, hidden))
     down, down_scale = blocks((num_experts, hidden, inner_size))
-    if kind == "fp8":
-        return Fp8ExpertWeights(gate_up, gate_up_scale, down, down_scale)
+    if kind in ("fp8", "ue8m0"):
+        return Fp8ExpertWeights(gate_up, gate_up_scale, down, down_scale, ue8m0=kind == "ue8m0")
     from baton.kernels.moe.moe import ExpertWeights
 
     wide = torch.empty(gate_up.shape, dtype=torch.bfloat16, device=CUDA)
@@ -78,7 +78,7 @@ def weights_of(num_experts, inner_size, hidden, kind):
     return ExpertWeights(wide, wide_down)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "ue8m0"])
 @pytest.mark.parametrize(("num_experts", "inner_size", "hidden"), [(128, 768, 2048), (256, 512, 2048), (8, 384, 1024)])
 def test_the_moe_output_is_its_reference_and_a_row_depends_on_itself(kind, num_experts, inner_size, hidden):
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -135,7 +135,7 @@ def test_drawn_chunks_by_specialized_warps(seed, monkeypatch):
         return values[int(torch.randint(len(values), (), generator=draw))]
 
     num_experts, num_chosen = drawn(8, 33, 256), drawn(1, 4, 8)
-    weights = weights_of(num_experts, drawn(128, 512, 768), drawn(512, 2048, 2560), "fp8")
+    weights = weights_of(num_experts, drawn(128, 512, 768), drawn(512, 2048, 2560), drawn("fp8", "ue8m0"))
     num_tokens = drawn(5, 130, 1000, 3001)
     x_TD = torch.randn(num_tokens, weights.down_EDI.shape[1], device=CUDA).bfloat16()
     logits_TE = torch.randn(num_tokens, num_experts, device=CUDA) + 2 * torch.randn(num_experts, device=CUDA)

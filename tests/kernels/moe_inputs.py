@@ -1,6 +1,7 @@
 """What the tests of the MoE kernels share: drawn inputs, weights in both dtypes, and guarded memory."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,15 +35,16 @@ class Draw:
     def weights(self, num_experts, inner_size, hidden, kind):
         gate_up_EJD = self.normal(num_experts, 2 * inner_size, hidden) / math.sqrt(hidden)
         down_EDI = self.normal(num_experts, hidden, inner_size) / math.sqrt(inner_size)
-        if kind == "fp8":
-            return Fp8ExpertWeights(*quantize_blocks(gate_up_EJD), *quantize_blocks(down_EDI))
+        if kind in ("fp8", "ue8m0"):
+            tensors = *quantize_blocks(gate_up_EJD), *quantize_blocks(down_EDI)
+            return Fp8ExpertWeights(*tensors, ue8m0=kind == "ue8m0")
         return ExpertWeights(gate_up_EJD.bfloat16(), down_EDI.bfloat16())
 
 
 def some_experts(weights, numbers, held=None):
     """The same of some experts, or in another order."""
-    tensors = [name for name in weights.__slots__ if name != "held"]
-    return type(weights)(**{name: getattr(weights, name)[numbers].contiguous() for name in tensors}, held=held)
+    tensors = {name: getattr(weights, name) for name in weights.__slots__ if name not in ("held", "ue8m0")}
+    return replace(weights, **{name: tensor[numbers].contiguous() for name, tensor in tensors.items()}, held=held)
 
 
 def quantize_blocks(weight):
@@ -65,12 +67,13 @@ def wide_blocks(values, scale):
     return out
 
 
-def wide_rows(x):
-    """What float8 with a scale for each 128 columns keeps of x, float64."""
+def wide_rows(x, ue8m0=False):
+    """What float8 with a scale for each 128 columns keeps of x, float64; with `ue8m0` scales are powers of two."""
     out = x.double().clone()
     for column in range(0, x.shape[-1], 128):
         part = x[..., column : column + 128].float()
         scale = part.abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) / 448
+        scale = scale.double().log2().ceil().exp2().float() if ue8m0 else scale
         out[..., column : column + 128] = (part / scale).to(torch.float8_e4m3fn).double() * scale.double()
     return out
 

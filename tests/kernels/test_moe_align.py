@@ -90,16 +90,18 @@ def test_long_batches_whose_experts_are_elsewhere(implementation, guarded_empty)
     assert len(check(ids, 12, 16, implementation)) == ids.numel()
 
 
+@pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize("implementation", BOTH)
-def test_quantized_beside(implementation, guarded_empty):  # noqa: F811
+def test_quantized_beside(implementation, ue8m0, guarded_empty):  # noqa: F811
     draw = Draw(1)
     x_TD = draw.normal(9, 384, dtype=torch.bfloat16)
     x_TD[3] = 0
     x_TD[4, 5] = 300.0
     expert_TK = draw.experts(9, 5, 2)
-    alignment, values_TD, scale_TG = moe_align_quantize(strided(x_TD), expert_TK, 5, implementation=implementation)
+    how = {"ue8m0": ue8m0, "implementation": implementation}
+    alignment, values_TD, scale_TG = moe_align_quantize(strided(x_TD), expert_TK, 5, **how)
     alone = moe_align(expert_TK, 5, implementation=implementation)
-    some, also_TD, _ = moe_align_quantize(x_TD, expert_TK, 3, first_expert=2, implementation=implementation)
+    some, also_TD, _ = moe_align_quantize(x_TD, expert_TK, 3, first_expert=2, **how)
     wanted = moe_align(expert_TK, 3, first_expert=2, implementation=implementation)
     assert same_bits(some.block_expert, wanted.block_expert)
     assert same_bits(also_TD, values_TD)  # also of tokens whose experts are elsewhere
@@ -107,7 +109,7 @@ def test_quantized_beside(implementation, guarded_empty):  # noqa: F811
     assert same_bits(alignment.block_expert, alone.block_expert)
     assert same_bits(alignment.rows[:num_rows], alone.rows[:num_rows])
     wide_TD = values_TD.double() * scale_TG.double().repeat_interleave(128, dim=1)
-    assert torch.equal(wide_TD, wide_rows(x_TD))
+    assert torch.equal(wide_TD, wide_rows(x_TD, ue8m0))
     assert scale_TG[3].gt(0).all()
 
 

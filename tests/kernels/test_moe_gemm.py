@@ -18,7 +18,7 @@ from baton.tests.kernels.moe_inputs import Draw, guarded_empty, some_experts, wi
 BOTH = [Implementation.REFERENCE, Implementation.TRITON]
 REFERENCE, TRITON = BOTH
 KINDS = ["bf16", "fp8"]
-SIZES = {"bf16": (32, 64), "fp8": (128, 128)}  # intermediate, hidden
+SIZES = {"bf16": (32, 64), "fp8": (128, 128), "ue8m0": (128, 128)}  # intermediate, hidden
 F32 = torch.float32
 
 
@@ -33,21 +33,21 @@ def naive(x_TD, weight_TK, expert_TK, weights):
     is_fp8 = isinstance(weights, Fp8ExpertWeights)
     gate_up = wide_blocks(weights.gate_up_EJD, weights.gate_up_scale) if is_fp8 else weights.gate_up_EJD.double()
     down = wide_blocks(weights.down_EDI, weights.down_scale) if is_fp8 else weights.down_EDI.double()
-    x_TD = wide_rows(x_TD) if is_fp8 else x_TD.double()
+    x_TD = wide_rows(x_TD, weights.ue8m0) if is_fp8 else x_TD.double()
     out_TD = torch.zeros_like(x_TD)
     for token, experts_K in enumerate(expert_TK.tolist()):
         for choice, its in enumerate(experts_K):
             if 0 <= its < len(down):
                 gate_I, up_I = (gate_up[its] @ x_TD[token]).chunk(2)
                 inner_I = gate_I * gate_I.sigmoid() * up_I
-                inner_I = wide_rows(inner_I) if is_fp8 else inner_I
+                inner_I = wide_rows(inner_I, weights.ue8m0) if is_fp8 else inner_I
                 out_TD[token] += weight_TK[token, choice].double() * (down[its] @ inner_I)
     return out_TD
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("implementation", BOTH)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "ue8m0"])
 def test_it_is_the_formula(kind, implementation, guarded_empty):  # noqa: F811
     draw = Draw(1)
     weights = draw.weights(4, *((48, 80) if kind == "bf16" else (256, 128)), kind)
@@ -60,7 +60,7 @@ def test_it_is_the_formula(kind, implementation, guarded_empty):  # noqa: F811
     assert out_TD.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "ue8m0"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 15, 16, 63, 64, 65, 128])
 def test_the_kernel_is_the_reference_for_any_number_of_tokens(kind, num_tokens, guarded_empty):  # noqa: F811
     draw = Draw(num_tokens)

@@ -114,16 +114,19 @@ def test_any_division_into_programs_gives_the_same(num_padded):
             assert one is None or same_bits(one, other), rows
 
 
-def test_float8_is_as_if_made_afterwards():
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_float8_is_as_if_made_afterwards(ue8m0):
     for num_rows, length, num_padded in ((1, 128, 4), (5, 512, 5), (6, 2048, 16), (3, 640, 8)):
         form = {"residual": True, "num_padded": num_padded}
         x_TD, weight_D, eps, named = arguments(num_rows, length, form)
         x_TD[0, :128] = 0
         named["residual_TD"][0, :128] = 0
-        found = rms_norm_fused(x_TD, weight_D, eps, **named, keep=True, implementation=Implementation.TRITON)
+        found = rms_norm_fused(
+            x_TD, weight_D, eps, **named, ue8m0=ue8m0, keep=True, implementation=Implementation.TRITON
+        )
         plain = {"residual_TD": named["residual_TD"]}
         rows_TD = rms_norm_fused(x_TD, weight_D, eps, **plain, implementation=Implementation.TRITON).rows
-        wanted_RD, scale_GR = quantize_fp8_reference(rows_TD, num_padded=num_padded)
+        wanted_RD, scale_GR = quantize_fp8_reference(rows_TD, ue8m0=ue8m0, num_padded=num_padded)
         assert same_bits(found.rows, wanted_RD)
         assert same_bits(found.scale_GR, scale_GR)
         assert same_bits(found.kept_TD, rows_TD)
@@ -174,7 +177,7 @@ def test_nothing_is_written_beyond_the_rows():
     out_TD, scale, kept = guards.empty(3, 192), guards.empty(1), guards.empty(1)
     rms_norm_triton._norm_kernel[(1,)](
         x_TD, 192, weight_D, x_TD, 0, out_TD, out_TD, scale, kept, 3, 3, EPS, D=192, R=4, N=2, C=128,
-        RESIDUAL=False, PLUS_ONE=False, QUANTIZE=False, KEEP=False, EARLY=False,
+        RESIDUAL=False, PLUS_ONE=False, QUANTIZE=False, UE8M0=False, KEEP=False, EARLY=False,
     )  # fmt: skip
     guards.check()
     assert_close(out_TD, rms_norm(x_TD, weight_D, EPS))
@@ -184,7 +187,7 @@ def test_nothing_is_written_beyond_the_rows():
     x_TD, weight_D, kept_TD = guards.copy(values(3, 256)), guards.copy(values(256, seed=1)), guards.empty(3, 256)
     rms_norm_triton._norm_kernel[(2,)](
         x_TD, 256, weight_D, x_TD, 0, quantized_RD, out_TD, scale_GR, kept_TD, 3, 5, EPS, D=256, R=4, N=2, C=128,
-        RESIDUAL=False, PLUS_ONE=False, QUANTIZE=True, KEEP=True, EARLY=False,
+        RESIDUAL=False, PLUS_ONE=False, QUANTIZE=True, UE8M0=False, KEEP=True, EARLY=False,
     )  # fmt: skip
     guards.check()
     assert not scale_GR.isnan().any()

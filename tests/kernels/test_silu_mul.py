@@ -65,13 +65,14 @@ def test_any_division_into_programs_gives_the_same():
         assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True)), groups
 
 
-def test_float8_is_as_if_made_afterwards():
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_float8_is_as_if_made_afterwards(ue8m0):
     for num_rows, length, num_padded in ((1, 128, 4), (5, 640, 5), (6, 768, 16)):
         gate_up_TJ = values(num_rows, 2 * length)
         gate_up_TJ[0, :128] = 0
-        found = silu_mul_fused(gate_up_TJ, num_padded=num_padded, implementation=TRITON)
+        found = silu_mul_fused(gate_up_TJ, num_padded=num_padded, ue8m0=ue8m0, implementation=TRITON)
         rows_TI = silu_mul_fused(gate_up_TJ, implementation=TRITON).rows
-        wanted_RI, scale_GR = quantize_fp8_reference(rows_TI, num_padded=num_padded)
+        wanted_RI, scale_GR = quantize_fp8_reference(rows_TI, ue8m0=ue8m0, num_padded=num_padded)
         assert same_bits(found.rows, wanted_RI)
         assert same_bits(found.scale_GR, scale_GR)
         assert found.rows[0, :128].float().eq(0).all()
@@ -86,8 +87,8 @@ def test_strides_guards_and_two_runs():
     guards = Guards()
     out_TI = guards.empty(5, 300)
     silu_mul_triton._silu_mul_kernel[(8,)](
-        gate_up_TJ, gate_up_TJ.stride(0), out_TI, out_TI, 5, 5, I=300, G=3, N=2, C=128, QUANTIZE=False, PTX=False,
-        EARLY=False,
+        gate_up_TJ, gate_up_TJ.stride(0), out_TI, out_TI, 5, 5, I=300, G=3, N=2, C=128, QUANTIZE=False, UE8M0=False,
+        PTX=False, EARLY=False,
     )  # fmt: skip
     guards.check()
     assert same_bits(out_TI[:, :256], wanted[:, :256])

@@ -18,6 +18,8 @@ from baton.core.errors import (
     ModelUnsupported,
 )
 from baton.core.numerics import KVDtype, Numerics, Quantization
+from baton.kernels import ops
+from baton.kernels.gemm.fp8 import linear_fp8
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN
 from baton.kernels.implementation import Implementation
@@ -180,6 +182,43 @@ def test_weights_are_those_that_transformers_dequantizes(kind, float8, monkeypat
     with torch.no_grad():
         wanted = theirs(input_ids=ids[None]).logits[0]
     assert (paged.logits(paged.prefill(ids)) - wanted).abs().max() <= 1e-5
+
+
+def rounded(x, is_power):
+    """What float8 keeps of activations, 128 of which share a scale; it is a power of two if the checkpoint says so."""
+    groups = x.unflatten(-1, (-1, 128))
+    scale = groups.abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) * (1 / 448)
+    scale = scale.double().log2().ceil().exp2().float() if is_power else scale
+    return ((groups * (1 / scale)).to(torch.float8_e4m3fn).double() * scale.double()).flatten(-2)
+
+
+@pytest.mark.parametrize("layout", ["qwen3-fp8", "deepseek", "compressed block", "autofp8", "modelopt"])
+def test_activations_are_rounded_by_the_checkpoints_rule(layout, float8, monkeypatch):
+    """Each GEMM's output is that of its own rounded input, in float64."""
+    seen = []
+
+    def linear(x_MK, weight, **named):
+        out_MN = linear_fp8(x_MK, weight, **named)
+        seen.append((x_MK.clone(), weight, out_MN.clone()))
+        return out_MN
+
+    monkeypatch.setattr(ops, "linear_fp8", linear)
+    logits_of(load(float8(layout)[0]))
+    assert len(seen) == 2 * (4 + 3) + 4  # of two chunks in two layers, one output projection left out; of MTP
+    is_power = layout == "deepseek"
+    for x_MK, weight, out_MN in seen:
+        wanted, otherwise = (rounded(x_MK, it) @ weight.dequantize().double().T for it in (is_power, not is_power))
+        assert relative_error(out_MN, wanted) < 1e-6
+        assert relative_error(out_MN, otherwise) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("layout", ["qwen3-fp8", "deepseek"])
+def test_every_float8_weight_knows_the_rule_for_activations(layout, kind, float8):
+    model = load(float8(layout, kind)[0], torch.bfloat16)
+    float8_weights = [one for _, one in weights_of(model) if isinstance(one, (Fp8Weight, Fp8ExpertWeights))]
+    assert float8_weights
+    assert {one.ue8m0 for one in float8_weights} == {layout == "deepseek"}
 
 
 @pytest.mark.fast

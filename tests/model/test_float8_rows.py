@@ -10,9 +10,11 @@ import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.numerics import Numerics, Quantization
 from baton.kernels import ops
 from baton.kernels.gemm import fp8, fp8_plan, quantize_fp8_triton
+from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.scaled_mm import Library
 from baton.kernels.implementation import Implementation
 from baton.kernels.memo import Memo
+from baton.kernels.moe.gemm import Fp8ExpertWeights
 from baton.kernels.pointwise import rms_norm_triton, silu_mul_triton
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape
@@ -96,6 +98,18 @@ def passes(model, num_rows):
     return torch.cat(found)
 
 
+def float8_of(part):
+    """All GEMM weights in float8 that are reached from a part of a model."""
+    if isinstance(part, (Fp8Weight, Fp8ExpertWeights)):
+        yield part
+    elif isinstance(part, list):
+        for one in part:
+            yield from float8_of(one)
+    elif type(part).__module__.startswith("baton.model.") and hasattr(part, "__dict__"):
+        for one in vars(part).values():
+            yield from float8_of(one)
+
+
 def as_library(monkeypatch):
     """As if the library were to compute all GEMMs, which refuses them here: their rows are padded."""
     monkeypatch.setattr(fp8, "_chosen", lambda *_: None)
@@ -127,6 +141,22 @@ def test_every_bit_is_as_if_float8_were_made_apart(model, plans, num_rows, monke
     assert found.isfinite().all()
     monkeypatch.setattr(ops, "num_quantized", lambda *_, **__: None)
     assert same_bits(found, passes(model, num_rows))
+
+
+@pytest.mark.parametrize("model", [("qwen3", Numerics.DEFAULT), ("latent", Numerics.DEFAULT)], indirect=True)
+def test_scales_are_powers_of_two_where_a_checkpoint_says_so(model, monkeypatch):
+    by_own_launch(monkeypatch)
+    plain = passes(model, 3)
+    for weight in float8_of(model._decoder):
+        object.__setattr__(weight, "ue8m0", True)
+    try:
+        found = passes(model, 3)
+        monkeypatch.setattr(ops, "num_quantized", lambda *_, **__: None)
+        assert same_bits(found, passes(model, 3))
+        assert not same_bits(found, plain)
+    finally:
+        for weight in float8_of(model._decoder):
+            object.__setattr__(weight, "ue8m0", False)
 
 
 def test_only_what_attention_made_is_quantized_by_a_launch_of_its_own(model, monkeypatch):
