@@ -44,8 +44,10 @@ class _Family:
         expert_parts: gate, up and down projection of an expert.
         expert_size: the key of its intermediate size.
         renormalises: the selected probabilities sum to 1; otherwise only with `norm_topk_prob`.
-        is_hybrid: most layers are gated delta nets (`model.delta_net`), the others' outputs are gated; heads are
-            rotated in part, norms multiply by 1 + w.
+        has_delta_nets: layers may be gated delta nets (`model.delta_net`); `layer_types` says which.
+        has_output_gate: attention outputs are gated, which `attn_output_gate` must not deny.
+        has_plus_one_norms: norms multiply by 1 + w.
+        has_published_names: tensors are stored by names or in stacks of their own (`model.checkpoint.published_names`).
         is_interleaved: projections of a gated delta net are stored key head by key head.
         is_multimodal: config.json has the text model's values in `text_config`.
         has_mrope: rope parameters say which columns are rotated by the place within an image (`_SECTIONS`); for text,
@@ -67,7 +69,10 @@ class _Family:
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     expert_size: str = "moe_intermediate_size"
     renormalises: bool = False
-    is_hybrid: bool = False
+    has_delta_nets: bool = False
+    has_output_gate: bool = False
+    has_plus_one_norms: bool = False
+    has_published_names: bool = False
     is_interleaved: bool = False
     is_multimodal: bool = False
     has_mrope: bool = False
@@ -78,7 +83,10 @@ class _Family:
 
 _QWEN3_5 = _Family(
     has_head_norms=True,
-    is_hybrid=True,
+    has_delta_nets=True,
+    has_output_gate=True,
+    has_plus_one_norms=True,
+    has_published_names=True,
     has_mrope=True,
     turns_in_part=0.25,
     absent={"head_dim": 256, "rms_norm_eps": 1e-6},
@@ -228,6 +236,7 @@ class ModelConfig:
         delta_net: sizes of the layers that are gated delta nets; None: there are none.
         delta_layers: trunk layers that are gated delta nets.
         has_interleaved_delta_net: their projections are stored key head by key head.
+        has_published_names: tensors are stored by names or in stacks of their own (`model.checkpoint.published_names`).
         latent: sizes of attention over latents, whose rows then count as the one KV head; None: heads have K and V.
         fp8: how the checkpoint's float8 weights are quantized; None: it has none.
         model_hash: identity of config and weights; equal for copies of one directory.
@@ -269,6 +278,7 @@ class ModelConfig:
     delta_net: DeltaSizes | None
     delta_layers: frozenset[int]
     has_interleaved_delta_net: bool
+    has_published_names: bool
     latent: LatentSizes | None
     fp8: Fp8Scheme | None
     model_hash: str
@@ -334,11 +344,6 @@ class ModelConfig:
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts; the MTP layer (index num_layers) has them if the model has any."""
         return self.num_experts > 0 if layer == self.num_layers else layer in self.sparse_layers
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether it belongs to a family whose layers may be gated delta nets."""
-        return self.has_output_gate
 
     @property
     def query_dim(self) -> int:
@@ -441,7 +446,6 @@ def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
         message = f"{path} is of architecture {architectures or 'unknown'}; this version serves {known}"
         raise ModelUnsupported(message, option="architectures", value=architectures)
     family = _FAMILIES[architectures[0]]
-    is_hybrid = family.is_hybrid
     rotaries = [where.get("partial_rotary_factor") for where in (values, rope_parameters(values))]
     kinds = values.get("layer_types") or []
     refused = {
@@ -450,9 +454,9 @@ def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
         "mlp_bias": bool(values.get("mlp_bias")),
         "partial_rotary_factor": family.turns_in_part is None and any(rotary not in (None, 1) for rotary in rotaries),
         "hidden_act": values.get("hidden_act", "silu") != "silu",
-        "layer_types": not is_hybrid
+        "layer_types": not family.has_delta_nets
         and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)),
-        "attn_output_gate": is_hybrid and not values.get("attn_output_gate", True),
+        "attn_output_gate": family.has_output_gate and not values.get("attn_output_gate", True),
         "mtp_use_dedicated_embeddings": bool(values.get("mtp_use_dedicated_embeddings")),
         "is_causal": not values.get("is_causal", True),
         "attention_chunk_size": values.get("attention_chunk_size") is not None,
@@ -505,7 +509,10 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         "mtp_names": MTPNames.behind_trunk(num_layers, max(1, num_mtp)) if family.is_deepseek else MTPNames(),
         "rotary_dim": _rotary_dim(values, head_dim, family) if latent is None else latent.rope_dim,
         "latent": latent,
-        **_hybrid_fields(values, family, num_layers),
+        "has_plus_one_norms": family.has_plus_one_norms,
+        "has_output_gate": family.has_output_gate,
+        "has_published_names": family.has_published_names,
+        **_delta_fields(values, family, num_layers),
     }
 
 
@@ -517,11 +524,9 @@ def _max_model_len(values: dict[str, Any]) -> int:
     return max(own, stretched)
 
 
-def _hybrid_fields(values: dict[str, Any], family: _Family, num_layers: int) -> dict[str, Any]:
-    layers = read_delta_layers(values, num_layers) if family.is_hybrid else frozenset()
+def _delta_fields(values: dict[str, Any], family: _Family, num_layers: int) -> dict[str, Any]:
+    layers = read_delta_layers(values, num_layers) if family.has_delta_nets else frozenset()
     return {
-        "has_plus_one_norms": family.is_hybrid,
-        "has_output_gate": family.is_hybrid,
         "delta_net": read_delta_sizes(values) if layers else None,
         "delta_layers": layers,
         "has_interleaved_delta_net": family.is_interleaved,

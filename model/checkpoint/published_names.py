@@ -26,7 +26,7 @@ def by_published_names(config: ModelConfig, stored: Mapping[str, StoredTensor]) 
     Raises:
         ModelTensorMisshapen: a tensor to be split does not have the rows that config.json implies.
     """
-    if not config.is_hybrid:
+    if not config.has_published_names:
         return dict(stored)
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
