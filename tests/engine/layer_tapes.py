@@ -12,7 +12,7 @@ import torch
 
 from baton.engine.graphs.backend import CallBackend
 from baton.kernels import launch_tape
-from baton.model.delta_net import DeltaNet
+from baton.model.state_mixer import StateMixer
 from baton.tests.engine import kernel_launches
 from baton.tests.engine.test_piecewise import Setting, trunks_of
 
@@ -28,7 +28,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(kernel_launches.load("qwen3.5-35b-a3b", sizes, {}, folder))
     trunks, found = trunks_of(setting, CallBackend()), []
-    num_nets = sum(isinstance(mixer, DeltaNet) for mixer in trunks[0]._mixers)
+    num_nets = sum(isinstance(mixer, StateMixer) for mixer in trunks[0]._mixers)
     with torch.inference_mode():
         for ids_T, batch in setting.steps():
             trunk = next(trunk for trunk in trunks if trunk.num_rows >= len(ids_T))
