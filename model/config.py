@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from baton.core.config import MAX_DRAFTS
 from baton.core.errors import ModelFileDamaged, ModelMissing, ModelUnsupported
 from baton.kvcache.layout import LayerLayout, attention_layer
 from baton.model.checkpoint.fp8_scheme import Fp8Scheme, read_scheme
@@ -377,7 +378,10 @@ class ModelConfig:
         attention = (self.kv_layer(kv_dtype),)
         state = () if self.delta_net is None else self.delta_net.pool_layers(dtype)
         kept = (state if layer in self.delta_layers else attention for layer in range(num_layers))
-        return tuple(layout for layouts in kept for layout in layouts)
+        layers = tuple(layout for layouts in kept for layout in layouts)
+        limits = (layout.max_drafts for layout in layers)
+        assert all(most is None or most >= MAX_DRAFTS for most in limits), "a ring is too short for a step's drafts"
+        return layers
 
     def pool_layer(self, layer: int) -> int:
         """The first pool layer of a model layer; the MTP layer's follows the trunk's."""

@@ -12,7 +12,9 @@ from baton.cluster.resolve import find_model
 from baton.core.config import MAX_DRAFTS
 from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelUnsupported
 from baton.core.numerics import Numerics
+from baton.kernels.delta_net.layer import MAX_DECODE_ROWS
 from baton.kernels.gemm.fp8_weight import Fp8Weight
+from baton.model import delta_sizes
 from baton.model.config import ModelConfig
 from baton.model.delta_sizes import read_delta_layers
 from baton.model.inputs import MixedBatch
@@ -438,3 +440,17 @@ def test_rings_hold_as_many_drafts_as_a_step_may_have(kind, tmp_path):
     limits = [layer.max_drafts for layer in layout.layers if layer.max_drafts is not None]
     assert len(limits) > 1
     assert min(limits) >= MAX_DRAFTS
+
+
+@pytest.mark.fast
+def test_a_ring_that_is_too_short_for_the_drafts_of_a_step_is_found_before_weights_are_read(tmp_path, monkeypatch):
+    config = ModelConfig.from_directory(write_checkpoint(tmp_path / "model", kind="qwen3_5"))
+    config.kv_layers(2, "float32", "float32")
+    monkeypatch.setattr(delta_sizes, "CONV_RING", 8)  # 3 inputs that an output sees, a row, and 4 drafts
+    with pytest.raises(AssertionError, match="too short"):
+        config.kv_layers(2, "float32", "float32")
+
+
+@pytest.mark.fast
+def test_a_decode_step_of_triton_has_room_for_every_draft():
+    assert MAX_DECODE_ROWS > MAX_DRAFTS
