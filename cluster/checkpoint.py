@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from baton.model.checkpoint.weights import StoredTensor
     from baton.model.config import ModelConfig
     from baton.model.eagle_config import EagleConfig
-    from baton.model.latent_sizes import LatentSizes
     from baton.model.tensor_spec import TensorSpec
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -275,8 +274,7 @@ def _judge_pool(
     found.facts["state_checkpoint_interval"] = config.state_checkpoint_interval
     _collect(found, layout.require_state, config.state_checkpoint_interval)
     if device != "cpu":
-        if sizes.latent is not None:
-            _collect(found, _judge_latents, sizes.latent, config.numerics)
+        _collect(found, _judge_kernels, sizes, config.numerics)
         return
     num_slots = (
         layout.num_state_slots(config.max_num_seqs or CPU_NUM_SEQS) + layout.has_state
@@ -390,12 +388,18 @@ def _judge_tokenizer(config: ServeConfig, model: ModelDirectory) -> str | None:
     return "no file names an EOS token: answers end at max_tokens, stop strings and stop_token_ids alone"
 
 
-def _judge_latents(latent: "LatentSizes", numerics: Numerics) -> str | None:
+def _judge_kernels(sizes: "ModelConfig", numerics: Numerics) -> str | None:
+    """Whether layers besides attention over K and V have sizes or numerics without a kernel."""
+    from baton.kernels.delta_net.sizes import unfit_delta_sizes
     from baton.kernels.mla.sizes import unfit_latent_sizes
 
-    unfit = unfit_latent_sizes(latent.latent_dim, latent.rope_dim, latent.nope_dim, latent.value_dim)
-    if numerics is Numerics.INVARIANT:
-        unfit = "attention over latents in invariant numerics"
+    delta, latent, unfit = sizes.delta_net, sizes.latent, ""
+    if delta is not None:
+        unfit = unfit_delta_sizes(delta.key_dim, delta.value_dim)
+    if latent is not None:
+        unfit = unfit_latent_sizes(latent.latent_dim, latent.rope_dim, latent.nope_dim, latent.value_dim)
+        if numerics is Numerics.INVARIANT:
+            unfit = "attention over latents in invariant numerics"
     return f"no kernel is made for {unfit}: torch computes the model, which is slow" if unfit else None
 
 

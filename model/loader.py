@@ -11,7 +11,7 @@ import torch
 
 from baton.core.errors import ModelUnsupported
 from baton.core.numerics import KVDtype, Numerics, Quantization
-from baton.kernels.delta_net.layer import unfit_delta_sizes
+from baton.kernels.delta_net.sizes import unfit_delta_sizes
 from baton.kernels.implementation import Implementation
 from baton.kernels.mla.sizes import unfit_latent_sizes
 from baton.kernels.ops import TRITON_DTYPES, has_triton_form, unfit_sizes

@@ -20,13 +20,12 @@ from baton.kernels.delta_net import causal_conv_triton, delta_chunk_triton, delt
 from baton.kernels.delta_net.causal_conv import causal_conv
 from baton.kernels.delta_net.delta_net import DeltaState, delta_net, delta_rows
 from baton.kernels.delta_net.rows import StateRows
-from baton.kernels.delta_net.sizes import MAX_TAPS, TILE
+from baton.kernels.delta_net.sizes import MAX_TAPS, TILE, unfit_delta_sizes
 from baton.kernels.delta_net.state_copy import copy_state
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, open_signature, signature
 from baton.kernels.tiles import ordered_sum, wide_dtype
 
-HEAD_DIMS = (16, 32, 64, 128, 256)  # of keys and values, in Triton
 MAX_DECODE_ROWS = TILE // 2  # in Triton; see `delta_net_triton`
 _FORMS: Memo[bool] = Memo()
 
@@ -135,12 +134,6 @@ def delta_layer(
         if some.keep_in is not None:
             copy_state(kept.parts, some, in_triton=True)
     return out_TX
-
-
-def unfit_delta_sizes(key_dim: int, value_dim: int) -> str:
-    """Name the size of a gated delta net that the Triton kernels do not support; "" if all fit."""
-    unfit = [size for size in (key_dim, value_dim) if size not in HEAD_DIMS]
-    return f"a gated delta net's heads of {unfit[0]}" if unfit else ""
 
 
 def _reference(

@@ -19,6 +19,7 @@ from baton.router.openai.advised_sampling import advised_sampling
 from baton.router.openai.chat_template import ChatTemplate
 from baton.router.served_model import ServedModel
 from baton.tests.model.deepseek_checkpoints import deepseek_config
+from baton.tests.model.hybrid_checkpoints import hybrid_config
 
 pytestmark = pytest.mark.fast
 QWEN3 = {
@@ -583,6 +584,26 @@ def test_latents_that_torch_computes_on_a_gpu_are_noted(changes, asked, note, tm
     notes = [said for said in found.notes if "no kernel" in said]
     assert len(notes) == (note is not None)
     assert note is None or notes[0].startswith(note)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "device", "notes"),
+    [
+        (16, "cuda", []),
+        (
+            12,
+            "cuda",
+            ["no kernel is made for a gated delta net's heads of 12: torch computes the model, which is slow"],
+        ),
+        (12, "cpu", []),
+    ],
+)
+def test_delta_nets_that_torch_computes_on_a_gpu_are_noted(head_dim, device, notes, tmp_path):
+    heads = {"linear_key_head_dim": 16, "linear_value_head_dim": head_dim}
+    path = write_model(tmp_path / "m", **other("Qwen3_5ForCausalLM"), **hybrid_config("qwen3_5", 2) | heads)
+    found = judged(path, device=device, load_format="dummy")
+    assert not found.errors
+    assert [said for said in found.notes if "no kernel" in said] == notes
 
 
 @pytest.mark.long

@@ -12,9 +12,9 @@ import torch
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.delta_net import causal_conv_triton
 from baton.kernels.delta_net.delta_net import DeltaState
-from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights, delta_layer, unfit_delta_sizes
+from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights, delta_layer
 from baton.kernels.delta_net.rows import StateRows
-from baton.kernels.delta_net.sizes import CONV_RING, RING, state_len, tail_len
+from baton.kernels.delta_net.sizes import CONV_RING, RING, state_len, tail_len, unfit_delta_sizes
 from baton.kernels.implementation import Implementation
 from baton.tests.kernels.harness import Guards, relative_error, same_bits, strided
 
