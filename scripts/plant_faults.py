@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "tests" / "mutations" / "faults.toml"
 LIMIT_S = 300
+INTERNAL_ERROR = 3  # pytest's exit status
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,8 @@ def noticed_by(fault: Fault, root: Path) -> str:
     with planted(fault, root):
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     found = re.findall(r"^(?:FAILED|ERROR) (\S+(?: \S+)*?)(?: - |$)", done.stdout, re.MULTILINE)
+    if not found and done.returncode == INTERNAL_ERROR and "from pytest-timeout" in done.stdout:
+        return f"{fault.tests[0]} (its time limit)"  # which may end pytest's own code, too
     if done.returncode not in (0, 1) or (done.returncode == 1 and not found):
         raise SystemExit(f"{fault.name}: the tests did not run:\n{done.stdout[-3000:]}{done.stderr[-2000:]}")
     return found[0] if found else ""
