@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "tests" / "mutations" / "faults.toml"
 LIMIT_S = 300
 INTERNAL_ERROR = 3  # pytest's exit status
+CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ def noticed_by(fault: Fault, root: Path) -> str:
     found = re.findall(r"^(?:FAILED|ERROR) (\S+(?: \S+)*?)(?: - |$)", done.stdout, re.MULTILINE)
     if not found and done.returncode == INTERNAL_ERROR and "from pytest-timeout" in done.stdout:
         return f"{fault.tests[0]} (its time limit)"  # which may end pytest's own code, too
+    if done.returncode in CRASHES:
+        return f"{fault.tests[0]} (the process crashes)"  # as when one of several ranks in it goes another way
     if done.returncode not in (0, 1) or (done.returncode == 1 and not found):
         raise SystemExit(f"{fault.name}: the tests did not run:\n{done.stdout[-3000:]}{done.stderr[-2000:]}")
     return found[0] if found else ""
