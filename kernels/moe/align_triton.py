@@ -6,7 +6,7 @@ begin, then writes its rows in the order they came. That reads the ids once (mor
 each program, all in the L2 cache, and needs neither atomics in memory nor a second launch. Programs beyond the
 experts' quantize one token each, which costs nothing while the others count.
 
-Shapes: N = T * K ids, B of them at a time, E experts, F bins, R rows of a block.
+Shapes: N = T * K ids, B of them at a time, E experts, F bins, P places at a time.
 """
 
 import functools
@@ -23,6 +23,7 @@ from baton.kernels.variant import Variant
 
 GROUP = 128
 MAX_TILE = 4096  # ids at a time
+_FILLED = tl.constexpr(128)  # places at a time
 _GROUP = tl.constexpr(GROUP)
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(1e-10)
@@ -50,13 +51,14 @@ def _quantize_token(x, x_stride, values, scales, token, D: tl.constexpr, G: tl.c
     tl.store(scales + token.to(tl.int64) * (D // _GROUP) + group_G, scale_G, mask=group_G < D // _GROUP)
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_blocks", "x_stride"])
+@triton.jit(do_not_specialize=["num_ids", "num_blocks", "block_len", "x_stride"])
 def _align_kernel(
     ids,
     num_ids: tl.int32,
     rows,
     block_expert,
     num_blocks: tl.int32,
+    block_len: tl.int32,
     x,
     x_stride: tl.int64,
     values,
@@ -65,7 +67,6 @@ def _align_kernel(
     E: tl.constexpr,
     F: tl.constexpr,
     OWN: tl.constexpr,
-    R: tl.constexpr,
     B: tl.constexpr,
     MANY: tl.constexpr,
     D: tl.constexpr,
@@ -74,7 +75,10 @@ def _align_kernel(
     UE8M0: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The blocks of OWN experts, or behind them a token. MANY: there are more than B ids, so several tiles."""
+    """The blocks of OWN experts, or behind them a token. MANY: there are more than B ids, so several tiles.
+
+    How long blocks are is no constant: other numbers of ids choose it than choose B, and each pair would be a form.
+    """
     NUM_COUNTING: tl.constexpr = (E + OWN - 1) // OWN
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -90,26 +94,24 @@ def _align_kernel(
         for start in range(B, num_ids, B):
             more_B = _load_ids(ids, start, num_ids, FIRST, E, B)
             count_F += tl.histogram(more_B, F, mask=more_B < E)
-    blocks_F = (count_F + R - 1) // R
-    pad_R = tl.arange(0, R)
+    blocks_F = (count_F + block_len - 1) // block_len
     for own in tl.static_range(OWN):
         expert = tl.program_id(0) * OWN + own
         block = tl.sum(tl.where(bin_F < expert, blocks_F, 0))
         count = tl.sum(tl.where(bin_F == expert, count_F, 0))
-        num_own = (count + R - 1) // R
-        _scatter_tile(id_B, 0, expert, rows, block * R, E, B)
+        num_own = (count + block_len - 1) // block_len
+        first = block * block_len
+        _scatter_tile(id_B, 0, expert, rows, first, E, B)
         if MANY:
-            before = block * R + tl.sum((id_B == expert).to(tl.int32))
+            before = first + tl.sum((id_B == expert).to(tl.int32))
             for start in range(B, num_ids, B):
                 more_B = _load_ids(ids, start, num_ids, FIRST, E, B)
                 _scatter_tile(more_B, start, expert, rows, before, E, B)
                 before += tl.sum((more_B == expert).to(tl.int32))
-        tl.store(rows + block * R + count + pad_R, -1, mask=count + pad_R < num_own * R)
-        for index in range(0, num_own, R):
-            tl.store(block_expert + block + index + pad_R, expert, mask=index + pad_R < num_own)
+        _fill(rows + first, count, num_own * block_len, -1)
+        _fill(block_expert + block, 0, num_own, expert)
         if expert == E - 1:  # what no expert needs
-            for index in range(block + num_own, num_blocks, R):
-                tl.store(block_expert + index + pad_R, -1, mask=index + pad_R < num_blocks)
+            _fill(block_expert, block + num_own, num_blocks, -1)
 
 
 @triton.jit
@@ -118,6 +120,14 @@ def _scatter_tile(id_B, start, expert, rows, first, E: tl.constexpr, B: tl.const
     is_B = (id_B == expert) & (id_B < E)
     rank_B = tl.cumsum(is_B.to(tl.int32), axis=0) - 1
     tl.store(rows + first + rank_B, start + tl.arange(0, B), mask=is_B)
+
+
+@triton.jit
+def _fill(places, begin, end, value):
+    """The places from `begin` up to `end`."""
+    for index in range(begin, end, _FILLED):
+        index_P = index + tl.arange(0, _FILLED)
+        tl.store(places + index_P, value, mask=index_P < end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +165,10 @@ def launch(
     hidden = x.shape[-1] if quantized is not None else GROUP
     num_programs = triton.cdiv(num_experts, own_of(num_experts)) + (x.shape[0] if quantized is not None else 0)
     arguments = (
-        expert_TK, num_ids, rows, block_expert, block_expert.numel(), x, x.stride(0), values, scales,
+        expert_TK, num_ids, rows, block_expert, block_expert.numel(), block_len, x, x.stride(0), values, scales,
     )  # fmt: skip
     size = tile if num_ids <= tile else tile + 1  # all that is read of how many there are
-    kept = _constants(
-        num_experts, block_len, size, hidden, quantized is not None, ue8m0, first_expert, expert_TK.device
-    )
+    kept = _constants(num_experts, size, hidden, quantized is not None, ue8m0, first_expert, expert_TK.device)
     with torch.cuda.device_of(expert_TK):
         _launch_align((num_programs,), arguments, kept)
 
@@ -168,7 +176,6 @@ def launch(
 @functools.lru_cache(maxsize=256)
 def _constants(
     num_experts: int,
-    block_len: int,
     num_ids: int,
     hidden: int,
     quantizes: bool,
@@ -177,7 +184,7 @@ def _constants(
     device: torch.device,
 ) -> Constants:
     warps = warps_of(tile_of(num_ids))
-    by_name = constants(num_experts, block_len, num_ids, hidden, quantizes, first_expert) | {"num_warps": warps}
+    by_name = constants(num_experts, num_ids, hidden, quantizes, first_expert) | {"num_warps": warps}
     by_name["UE8M0"] = ue8m0
     return Constants(by_name | dependent_launch(device))
 
@@ -200,9 +207,7 @@ def warps_of(tile: int) -> int:
     return 4 if tile <= 256 else 8
 
 
-def constants(
-    num_experts: int, block_len: int, num_ids: int, hidden: int, quantizes: bool, first_expert: int = 0
-) -> dict[str, object]:
+def constants(num_experts: int, num_ids: int, hidden: int, quantizes: bool, first_expert: int = 0) -> dict[str, object]:
     """The constants of a launch."""
     tile = tile_of(num_ids)
     return {
@@ -210,7 +215,6 @@ def constants(
         "E": num_experts,
         "F": triton.next_power_of_2(num_experts),
         "OWN": own_of(num_experts),
-        "R": block_len,
         "B": tile,
         "MANY": num_ids > tile,
         "D": hidden,
@@ -237,7 +241,14 @@ def variants() -> list[Variant]:
         (224, 32, 65536, 0, True),
     ):
         quantizes = hidden > 0
-        types = {"num_ids": "i32", "num_blocks": "i32", "x_stride": "i64", "scales": "*fp32", "rows": "*i32"}
+        types = {
+            "num_ids": "i32",
+            "num_blocks": "i32",
+            "block_len": "i32",
+            "x_stride": "i64",
+            "scales": "*fp32",
+            "rows": "*i32",
+        }
         types |= {"ids": "*i32", "block_expert": "*i32", "x": "*bf16", "values": "*fp8e4nv"}
         if not quantizes:
             types |= {"x": "*i32", "values": "*i32", "scales": "*i32"}
@@ -247,7 +258,7 @@ def variants() -> list[Variant]:
                 name=f"moe_align E={num_experts} ids={num_ids}{kind}",
                 kernel=_align_kernel,
                 types=types,
-                constants=constants(num_experts, 16, num_ids, hidden or GROUP, quantizes, first) | {"EARLY": early},
+                constants=constants(num_experts, num_ids, hidden or GROUP, quantizes, first) | {"EARLY": early},
                 aligned=("ids", "rows", "block_expert", "x", "values", "scales"),
                 num_warps=warps_of(tile_of(num_ids)),
                 max_registers=128,

@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.moe.align import GROUP, Alignment
 from baton.kernels.moe.gemm_triton import GroupedGemm, launch_sum
@@ -39,20 +40,12 @@ _ALIGNMENT = 16
 _GROUP = tl.constexpr(GROUP)
 
 
-@functools.cache
-def _multiprocessors(device_index: int | None) -> int:
-    """Of a Hopper GPU; 0 of any other, and of what is none."""
-    if device_index is None or torch.version.cuda is None or torch.cuda.get_device_capability(device_index)[0] != 9:
-        return 0
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
 def fits(weights: Any, num_rows: int) -> bool:
     """Whether this form can compute it and is faster: on Hopper, compiled, and with enough rows for each expert."""
     num_experts, hidden, inner_size = weights.down_EDI.shape
     fewest = _FEWEST_ROWS if inner_size * hidden < _LARGE else _FEWEST_ROWS // 2
     return (
-        _multiprocessors(weights.down_EDI.device.index) > 0
+        attention_prefill_hopper_triton.num_multiprocessors(weights.down_EDI.device.index) > 0
         and hidden % _TILE == 0
         and inner_size % GROUP == 0
         and num_rows >= fewest * num_experts
@@ -111,7 +104,7 @@ def launch(gemm: GroupedGemm, x_TD: torch.Tensor, x_scale_TG: torch.Tensor, out_
     to_inner = _described(placed_PD, 64), placed_scale_GP, gate_up, weights.gate_up_scale, *common, inner_PI
     to_part = _described(inner_PI, 64), inner_scale_GP, down, weights.down_scale, *common, part_ND
     sizes = inner_scale_GP, len(block_expert), num_places
-    programs = (_multiprocessors(device.index),)
+    programs = (attention_prefill_hopper_triton.num_multiprocessors(device.index),)
     num_chosen = weight_TK.shape[1]
     place_rows(x_TD, x_scale_TG, gemm.alignment, placed_PD, placed_scale_GP, num_chosen=num_chosen)
     with torch.cuda.device_of(x_TD):

@@ -75,6 +75,7 @@ SIZES = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 16_384,
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+SPARSE = EXPERTS | {"num_experts": 64, "num_experts_per_tok": 2}  # 3,072 tokens until each has rows for Hopper's form
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 384}
 HYBRID = EXPERTS | {
     "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 256,
@@ -95,6 +96,7 @@ MODELS = {
     "dense": ("qwen3-8b", {"num_hidden_layers": 3}, FP8 | FP8_KV, 2, None),
     "moe": ("qwen3-30b-a3b", EXPERTS | {"num_hidden_layers": 2}, FP8, 1, REJECTION),
     "bf16": ("qwen3-8b", {}, {}, 0, None),
+    "moe short": ("qwen3-30b-a3b", SPARSE, FP8, 1, None),
     "moe bf16": ("qwen3-30b-a3b", EXPERTS, FP8_KV, 1, None),
     "wide": ("qwen3-8b", {"head_dim": 256, "num_attention_heads": 16}, FP8, 3, REJECTION),
     "seven": ("qwen3-8b", {"num_attention_heads": 14}, FP8_KV, 1, None),
@@ -123,6 +125,7 @@ MODELS = {
 LIMITS = {
     "ordered alone": {"seqs": 1, "chunk_len": 256},
     "latent short": {"chunk_len": 256},
+    "moe short": {"context_len": 1024, "chunk_len": 4096},  # prompts that only together have many rows
     "tied": {"block_size": 64, "chunk_len": 333, "context_len": 3001},
     "pruned": {"block_size": 32, "seqs": 33},
     "small heads": {"chunk_len": 17, "context_len": 80, "seqs": 2},
@@ -296,9 +299,10 @@ class Server(Driver):
     def chunks(self, slots, most):
         """One of each, of at most so many tokens together."""
         draw, context_len, chunks = self.random, self.limits.context_len, []
-        left = most = min(most, context_len)
+        left, most = most, min(most, context_len)
         for slot in slots:
-            length = min(left, draw.choice([draw.randint(1, 4), draw.randint(1, 64), draw.randint(1, most)]))
+            lengths = [draw.randint(1, 4), draw.randint(1, 64), draw.randint(1, most)]
+            length = min(left, most if left > context_len else draw.choice(lengths))
             if not length:
                 break
             left -= length

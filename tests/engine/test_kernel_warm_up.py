@@ -74,6 +74,31 @@ def test_a_chunk_is_never_longer_than_the_context():
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(
+    ("num_tokens", "num_sequences", "context_len", "most"),
+    [
+        (8192, 64, 2048, 8192),
+        (8192, 3, 2048, 6144),
+        (4000, 64, 1500, 4000),
+        (2048, 64, 1024, 2048),
+        (41, 2, 40, 41),
+        (1 << 20, 256, 4096, 16_384),
+    ],
+)
+def test_chunks_have_together_as_many_tokens_as_a_step_where_contexts_are_short(
+    num_tokens, num_sequences, context_len, most
+):
+    """Kernels are chosen by the rows of a step, whoever has them."""
+    reach = Reach(num_tokens=num_tokens, num_sequences=num_sequences, context_len=context_len)
+    found = [lens for lens, _ in prefill_shapes(reach, 16)]
+    assert all(max(lens) <= context_len and len(lens) <= num_sequences and sum(lens) <= num_tokens for lens in found)
+    assert len([*prefill_shapes(reach, 16)]) == len({*prefill_shapes(reach, 16)})
+    totals = sorted({sum(lens) for lens in found})
+    assert totals[-1] == most
+    assert all(above <= below * 2 for below, above in pairwise(totals))
+
+
+@pytest.mark.fast
 def test_decode_shapes_reach_every_limit():
     found = list(decode_shapes(REACH, 16))
     assert {count for count, _ in found} == {1, 2, 3, 4, 6, 8, 12}
@@ -109,7 +134,7 @@ def require_named(found):
     assert not {kernel: choices for kernel, choices in unnamed["choices"].items() if choices}
     # Elsewhere variants stand for others; what ranks, float8 and many tokens change in an MoE layer is there whole.
     moe_forms = {kernel: forms for kernel, forms in unnamed["forms"].items() if kernel.startswith("moe.")}
-    assert len(moe_forms) == 7
+    assert len(moe_forms) == 9
     assert not any(moe_forms.values()), moe_forms
 
 
@@ -123,7 +148,17 @@ def require_ahead(found):
 
 @pytest.mark.timeout(LIMIT_S)
 def test_no_step_launches_what_the_warm_up_did_not():
-    names = ("+dense", "moe", "+hybrid", "latent", "latent float8", "held float8", "ordered", "ordered pruned")
+    names = (
+        "+dense",
+        "moe",
+        "moe short",
+        "+hybrid",
+        "latent",
+        "latent float8",
+        "held float8",
+        "ordered",
+        "ordered pruned",
+    )
     found = launches(2, *names, "latent short", "hybrid float8", "not warmed")
     require_named(found)
     require_ahead(found)
@@ -131,10 +166,12 @@ def test_no_step_launches_what_the_warm_up_did_not():
         assert not found[name]["late"], name
     assert found["held float8"]["warm"]["_align_kernel"] == found["moe"]["warm"]["_align_kernel"]
     assert not found["held float8"]["late"], "whose tokens torch chooses, as those of all ranks"
-    for name in ("dense", "moe", "hybrid", "hybrid float8", "latent", "latent float8", "latent short"):
+    for name in ("dense", "moe", "moe short", "hybrid", "hybrid float8", "latent", "latent float8", "latent short"):
         assert sum(found[name]["warm"].values()) > 80
         assert not found[name]["late"], name
     assert found["dense"]["warm"]["gemm_kernel"] >= 3, "GEMMs in the form for Hopper, which the stub says there is"
+    for name in ("moe", "moe short", "hybrid float8"):
+        assert found[name]["warm"]["grouped_kernel"] == 2, "experts of chunks in the form for Hopper: both GEMMs"
     for name in ("latent", "latent short"):
         assert found[name]["warm"]["mla_prefill_hopper_kernel"] == 2, "of short walks and of long ones"
     assert not found["not warmed"]["warm"]

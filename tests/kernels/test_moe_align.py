@@ -73,7 +73,7 @@ def test_each_row_is_in_the_blocks_of_the_one_rank_that_holds_its_expert(impleme
     flat = data.draw(st.lists(ids, min_size=num_tokens * num_chosen, max_size=num_tokens * num_chosen))
     dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
     expert_TK = torch.tensor(flat, dtype=dtype).view(num_tokens, num_chosen)
-    block_len = data.draw(st.sampled_from([16, 32]))
+    block_len = data.draw(st.sampled_from([16, 32, 128, 256]))
     found = [check(expert_TK, count, block_len, implementation, count * rank) for rank in range(size)]
     assert sorted(row for rows in found for row in rows) == [
         row for row, its in enumerate(flat) if 0 <= its < size * count
