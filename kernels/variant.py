@@ -1,7 +1,7 @@
 """Specializations of Triton kernels that serving launches, as data: tests compile them ahead of time and check them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -41,3 +41,13 @@ class Variant:
     may_spill: bool = False
     on_amd: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def with_ue8m0(variants: Sequence[Variant], *names: str) -> list[Variant]:
+    """Add those of these names again, for activations whose scales are powers of two."""
+    found = {variant.name: variant for variant in variants}
+    rounded = [
+        replace(found[name], name=f"{name} ue8m0", constants={**found[name].constants, "UE8M0": True}, on_amd=False)
+        for name in names
+    ]
+    return [*variants, *rounded]

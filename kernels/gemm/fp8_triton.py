@@ -33,7 +33,7 @@ from baton.kernels.gemm.workspace import MAX_TILES
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.prefetch_triton import prefetch
 from baton.kernels.tuning import table
-from baton.kernels.variant import Variant
+from baton.kernels.variant import Variant, with_ue8m0
 
 _MAX_SPLIT_ROWS = 1024  # of a launch with splits, so that the parts stay a few dozen MB
 
@@ -377,4 +377,5 @@ def variants() -> list[Variant]:
         _variant(GemmPlan(groups=2, stages=4, splits=2, tma=True, pdl=True)),
     ):
         found[variant.name] = variant
-    return list(found.values())
+    wide = min(name for name, variant in found.items() if variant.types["a"] == "*bf16")
+    return with_ue8m0([*found.values()], wide)

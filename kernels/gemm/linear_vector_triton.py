@@ -20,7 +20,7 @@ from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.quantize_fp8_triton import quantize_tile
 from baton.kernels.gemm.vector_plan import VectorTile, tile_of
 from baton.kernels.launcher import Constants, Launcher
-from baton.kernels.variant import Variant
+from baton.kernels.variant import Variant, with_ue8m0
 
 
 @triton.jit
@@ -166,4 +166,4 @@ def variants() -> list[Variant]:
                 options={"launch_pdl": True} if early else {},
             )
         )
-    return found
+    return with_ue8m0(found, next(variant.name for variant in found if variant.name.endswith("fp8")))

@@ -15,7 +15,7 @@ import triton.language as tl
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.tuning import find
-from baton.kernels.variant import Variant
+from baton.kernels.variant import Variant, with_ue8m0
 
 GROUP = 128
 SIZES = (16, 64, 512, 2048, 8192)  # rows that are tuned for
@@ -140,4 +140,4 @@ def variants() -> list[Variant]:
                     on_amd=not early,
                 )
             )
-    return found
+    return with_ue8m0(found, found[-1].name)

@@ -19,7 +19,7 @@ import triton.language as tl
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.gemm.quantize_fp8_triton import raise_scales
 from baton.kernels.launcher import Constants, Launcher
-from baton.kernels.variant import Variant
+from baton.kernels.variant import Variant, with_ue8m0
 
 GROUP = 128
 MAX_TILE = 4096  # ids at a time
@@ -266,4 +266,4 @@ def variants() -> list[Variant]:
                 on_amd=not early,  # and gfx942 has another float8
             )
         )
-    return found
+    return with_ue8m0(found, "moe_align E=256 ids=2048 fp8", "moe_align E=256 ids=65536 fp8")

@@ -28,7 +28,7 @@ from baton.kernels.gemm.quantize_fp8_triton import raise_scales
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.moe.align import GROUP, Alignment
 from baton.kernels.moe.held_experts import HeldExperts
-from baton.kernels.variant import Variant
+from baton.kernels.variant import Variant, with_ue8m0
 
 _GROUP = tl.constexpr(GROUP)
 _LARGEST = tl.constexpr(448.0)
@@ -399,4 +399,4 @@ def variants() -> list[Variant]:
                 on_amd=held is not None,  # which launches nothing early
             )
         )
-    return found
+    return with_ue8m0(found, "moe_gemm gated fp8 128x768x2048 rows=8")

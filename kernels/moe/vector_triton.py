@@ -23,7 +23,7 @@ from baton.kernels.gemm.quantize_fp8_triton import raise_scales
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.vector_plan import VectorTiles, tiles_of
-from baton.kernels.variant import Variant
+from baton.kernels.variant import Variant, with_ue8m0
 
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(1e-10)
@@ -260,4 +260,4 @@ def variants() -> list[Variant]:
                     options={"launch_pdl": True} if early else {},
                 )
             )
-    return found
+    return with_ue8m0(found, *(f"moe_vector {gemm} 8 of 256x512x2048 fp8" for gemm in ("gated", "down")))

@@ -22,7 +22,7 @@ from baton.kernels.gemm.quantize_fp8 import DTYPE, GROUP_LEN, LARGEST, TINIEST
 from baton.kernels.gemm.quantize_fp8_triton import raise_scales
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.prefetch_triton import prefetch_vector
-from baton.kernels.variant import Variant
+from baton.kernels.variant import Variant, with_ue8m0
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(TINIEST)
@@ -212,7 +212,7 @@ def _variant(name: str, length: int, *, early: bool = True, **flags: bool) -> Va
 
 def variants() -> list[Variant]:
     """Norms of the anchors' shapes, as they stand in a layer."""
-    return [
+    found = [
         _variant("", 4096),
         _variant("", 4096, early=False),
         _variant(" residual", 4096, RESIDUAL=True),
@@ -226,3 +226,4 @@ def variants() -> list[Variant]:
         _variant(" residual plus one fp8", 5120, RESIDUAL=True, PLUS_ONE=True, QUANTIZE=True),
         _variant(" residual plus one fp8 kept", 2048, RESIDUAL=True, PLUS_ONE=True, QUANTIZE=True, KEEP=True),
     ]
+    return with_ue8m0(found, "rms_norm_fused 4096 residual fp8")

@@ -22,7 +22,7 @@ from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.gemm.quantize_fp8 import DTYPE, GROUP_LEN
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.pointwise.rms_norm_triton import store_groups
-from baton.kernels.variant import Variant
+from baton.kernels.variant import Variant, with_ue8m0
 
 _THREAD_LEN = 8  # 16 bytes of bfloat16
 _MANY_GROUPS = 16_384  # from which on programs are large, and beginning early gains less than it costs
@@ -206,7 +206,7 @@ def _variant(
 
 def variants() -> list[Variant]:
     """The anchors' shapes: few rows and many; and without PTX, for other GPUs."""
-    return [
+    found = [
         _variant("", 12_288, 64),
         _variant("", 12_288, 8192, early=False),
         _variant("", 12_288, 8192, early=False, on_amd=True),
@@ -218,3 +218,4 @@ def variants() -> list[Variant]:
         _variant("", 768, 64),
         _variant("", 768, 65_536, early=False),
     ]
+    return with_ue8m0(found, "silu_mul_fused 12288 T=64 fp8")

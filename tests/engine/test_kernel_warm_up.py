@@ -155,6 +155,7 @@ def test_no_step_launches_what_the_warm_up_did_not():
         "+hybrid",
         "latent",
         "latent float8",
+        "latent rounded",
         "held float8",
         "ordered",
         "ordered pruned",
@@ -166,9 +167,10 @@ def test_no_step_launches_what_the_warm_up_did_not():
         assert not found[name]["late"], name
     assert found["held float8"]["warm"]["_align_kernel"] == found["moe"]["warm"]["_align_kernel"]
     assert not found["held float8"]["late"], "whose tokens torch chooses, as those of all ranks"
-    for name in ("dense", "moe", "moe short", "hybrid", "hybrid float8", "latent", "latent float8", "latent short"):
+    for name in ("dense", "moe", "moe short", "hybrid", "hybrid float8", "latent", "latent float8", "latent rounded"):
         assert sum(found[name]["warm"].values()) > 80
         assert not found[name]["late"], name
+    assert not found["latent short"]["late"]
     assert found["dense"]["warm"]["gemm_kernel"] >= 3, "GEMMs in the form for Hopper, which the stub says there is"
     for name in ("moe", "moe short", "hybrid float8"):
         assert found[name]["warm"]["grouped_kernel"] == 2, "experts of chunks in the form for Hopper: both GEMMs"
