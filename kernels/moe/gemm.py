@@ -2,7 +2,8 @@
 
 There are four launches and no host sync: sorting the routed rows into blocks (and quantizing x, if weights are float8);
 the gate and up projections with silu(gate) * up, quantized again; the down projection times the routing weight; and the
-sum over a token's choices in order of selection. No float is added atomically, and a block has rows of one expert and
+sum over a token's choices in order of selection. On Hopper float8 chunks of many rows take a fifth, which puts rows in
+place (`kernels.moe.gemm_hopper_triton`). No float is added atomically, and a block has rows of one expert and
 padding only, so a token's result depends on that token alone for one set of tiles; `invariant` fixes the set. A few
 tokens, which seldom share experts, are computed row by row instead, in two launches (`kernels.moe.vector_triton`).
 
