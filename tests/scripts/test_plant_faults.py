@@ -1,6 +1,8 @@
 """The list of planted faults follows the code: each can be planted, and names tests that exist."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,15 @@ def test_a_text_that_is_not_there_once_is_a_problem(tmp_path):
     with plant_faults.planted(fault, tmp_path):
         assert path.read_text() == "x = 2\n"
     assert path.read_text() == "x = 1\n"
+
+
+@pytest.mark.long
+def test_cases_that_faults_name_are_collected():
+    """A case whose name has changed would leave its fault unnoticed, since nothing runs."""
+    named = sorted({test for fault in FAULTS for test in fault.tests if "[" in test})
+    files = sorted({test.partition("::")[0] for test in named})
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "--collect-only", "-m", "", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    collected = set(done.stdout.splitlines())
+    assert [test for test in named if test not in collected] == []
