@@ -25,6 +25,7 @@ from baton.kernels.compiles import COMPILES
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
 from baton.kernels.mla import prefill as mla_prefill
+from baton.kernels.moe import gemm as moe_gemm
 from baton.kernels.selftest import check_invariance
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
@@ -443,6 +444,9 @@ def _pool_sizes(
             dims = sizes.latent.latent_dim, sizes.latent.rope_dim, sizes.latent.nope_dim, sizes.latent.value_dim
             num_heads = sizes.num_heads // (group.size if model.deal is None else 1)
             steps += mla_prefill.most_bytes(step.max_num_batched_tokens, num_heads, dims)
+    if model.implementation is Implementation.TRITON and sizes.num_experts:
+        of_layer = sizes.num_experts, sizes.hidden_size, sizes.moe_intermediate_size
+        steps += moe_gemm.most_bytes(step.max_num_batched_tokens, sizes.num_experts_per_token, of_layer)
     steps += exchange_bytes(model)
     if config.lookup is not None and config.num_draft_tokens:
         steps += history_bytes(step.max_num_seqs, sizes.max_model_len)

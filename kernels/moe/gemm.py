@@ -33,7 +33,7 @@ from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 from baton.kernels.moe import gemm_hopper_triton, vector_plan, vector_triton
 from baton.kernels.moe import gemm_triton as moe_gemm_triton
-from baton.kernels.moe.align import GROUP, moe_align, moe_align_quantize, quantize_reference
+from baton.kernels.moe.align import GROUP, max_blocks, moe_align, moe_align_quantize, quantize_reference
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.moe import ExpertWeights, held_ids
 
@@ -169,6 +169,23 @@ def experts_grouped(
     else:
         moe_gemm_triton.launch(gemm, values_TD.contiguous(), scale_TG, out_TD)
     return out_TD
+
+
+def most_bytes(num_tokens: int, num_chosen: int, sizes: tuple[int, int, int]) -> int:
+    """Maximum bytes that a call allocates besides its arguments and output, with weights of 16 bits or float8.
+
+    Args:
+        num_tokens: T.
+        num_chosen: K.
+        sizes: E, D and I, of this rank.
+    """
+    num_experts, hidden, inner_size = sizes
+    num_rows = num_tokens * num_chosen
+    places = max_blocks(num_rows, num_experts, gemm_hopper_triton.BLOCK_LEN) * gemm_hopper_triton.BLOCK_LEN
+    parts = max(2 * num_rows, places) * hidden  # parts take the place of placed rows
+    inner = max(2 * num_rows, places) * inner_size
+    scales = 4 * (places * (hidden + inner_size) + num_tokens * hidden) // GROUP
+    return parts + inner + scales + num_tokens * hidden + 8 * places
 
 
 def _own_rows(num_rows: int, held: HeldExperts | None) -> int:

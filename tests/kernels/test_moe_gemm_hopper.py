@@ -114,3 +114,27 @@ def test_what_the_form_for_hopper_launches(hopper, kind, held, monkeypatch):
     parts, placed = second["out"].untyped_storage(), first["x"].base.untyped_storage()
     assert parts.data_ptr() == placed.data_ptr() and parts.nbytes() >= second["out"].nbytes
     assert second["x"].base.untyped_storage().data_ptr() != parts.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("num_tokens", [3, 100, 384])
+@pytest.mark.parametrize("is_hopper", [False, True])
+def test_no_more_is_allocated_than_is_reserved(kind, num_tokens, is_hopper, monkeypatch):
+    """Outputs left out, and rounding up of the allocator's."""
+    if is_hopper:
+        monkeypatch.setattr(gemm_hopper_triton.attention_prefill_hopper_triton, "num_multiprocessors", lambda _: 3)
+        monkeypatch.setattr(gemm_hopper_triton, "_launch_grouped", lambda *_: None)
+    draw, inner_size, hidden = Draw(4), 128, 256
+    weights = draw.weights(8, inner_size, hidden, kind)
+    x_TD = draw.normal(num_tokens, hidden, dtype=torch.bfloat16)
+    inputs = x_TD, torch.rand(num_tokens, 2), draw.experts(num_tokens, 8, 2)
+    plain, num_bytes = torch.empty, []
+
+    def empty(*given, **named):
+        made = plain(*given, **named)
+        num_bytes.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", empty)
+    out_TD = gemm.experts_grouped(*inputs, weights, implementation=gemm.Implementation.TRITON)
+    assert 0 < sum(num_bytes) - out_TD.nbytes <= gemm.most_bytes(num_tokens, 2, (8, hidden, inner_size))

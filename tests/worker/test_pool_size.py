@@ -12,6 +12,7 @@ from baton.engine.speculation.token_history import TokenHistory
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
+from baton.kernels.moe import gemm as moe_gemm
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kvcache.layout import CHECKPOINT_SHARE, KVLayout
 from baton.model.parallel import Alone
@@ -26,6 +27,7 @@ SIZES = SimpleNamespace(
     hidden_size=1024,
     intermediate_size=4096,
     moe_intermediate_size=0,
+    num_experts=0,
     num_experts_per_token=0,
     shared_expert_size=0,
     vocab_size=32_000,
@@ -93,6 +95,18 @@ def test_the_widest_rows_of_a_layer_leave_less(sizes, monkeypatch):
     assert (
         found == room_of(chunk_len=8192, inner_size=65_536) // block_bytes - 1 < room_of(chunk_len=8192) // block_bytes
     )
+
+
+def test_what_experts_allocate_leaves_less(monkeypatch):
+    of_experts = {"moe_intermediate_size": 512, "num_experts_per_token": 8}
+    for name, size in of_experts.items():
+        monkeypatch.setattr(SIZES, name, size)
+    without, block_bytes = num_blocks(monkeypatch, dtype="bfloat16", chunk_len=8192)
+    monkeypatch.setattr(SIZES, "num_experts", 64)
+    found, _ = num_blocks(monkeypatch, dtype="bfloat16", chunk_len=8192)
+    num_bytes = moe_gemm.most_bytes(8192, 8, (64, 1024, 512))
+    assert num_bytes >= 8192 * 8 * (1024 + 512) * 2
+    assert without - found == pytest.approx(num_bytes / block_bytes, abs=1)
 
 
 def test_the_tokens_that_drafts_are_looked_up_in_leave_less(monkeypatch):
