@@ -74,6 +74,7 @@ def classes(most: int) -> tuple[int, ...]:
 def prefill_shapes(reach: Reach, block_size: int) -> Iterator[tuple[tuple[int, ...], int]]:
     """(tokens of each chunk, table entries): one chunk, several, one beside one-token chunks, long ones together."""
     last = -(-reach.context_len // block_size)
+    given: set[tuple[int, ...]] = set()  # with all table entries
     for length in classes(min(reach.num_tokens, reach.context_len, _MAX_TOKENS)):
         least = -(-length // block_size)
         widths = {least, last, *(-(-bound // block_size) for bound in _WIDTHS_LEN)}
@@ -83,13 +84,15 @@ def prefill_shapes(reach: Reach, block_size: int) -> Iterator[tuple[tuple[int, .
             for lens in sorted(equal):
                 yield lens, width
         others = min(reach.num_sequences - 1, reach.num_tokens - length)
-        if (mixed := (length,) + (1,) * others) not in equal:
+        mixed = (length,) + (1,) * others
+        if mixed not in equal:
             yield mixed, last
+        given |= {*equal, mixed}
     # Where contexts are shorter than a step, no chunk alone has as many tokens as several have.
     for total in classes(min(reach.num_tokens, reach.num_sequences * reach.context_len, _MAX_TOKENS)):
         num_whole, rest = divmod(total, reach.context_len)
         together = (reach.context_len,) * num_whole + (rest,) * (rest > 0)
-        if total > reach.context_len and together not in (*equal, mixed):
+        if total > reach.context_len and together not in given:
             yield together, last
 
 
