@@ -1,0 +1,225 @@
+"""Kernels in Gluon whose warps are specialized, on the CPU: their sources run by a model of Gluon."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from baton.kernels.implementation import Implementation
+from baton.kernels.mla import prefill_hopper_triton
+from baton.kernels.moe import gemm_hopper_triton
+from baton.kernels.moe.gemm import experts_grouped
+from baton.tests.kernels.gluon_model import Model, Race, Stuck, check_order, counts_of
+from baton.tests.kernels.harness import relative_error, same_bits
+from baton.tests.kernels.moe_inputs import Draw
+from baton.tests.kernels.test_mla_prefill import SERVED, Problem
+from baton.tests.kernels.test_moe_gemm import naive
+
+LONG, SHORT = prefill_hopper_triton._LONG, prefill_hopper_triton._SHORT
+BOTH = pytest.mark.parametrize("options", [LONG, SHORT], ids=["long", "short"])
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """As if CPUs were Hopper GPUs of three multiprocessors, and few rows enough for each expert."""
+    monkeypatch.setattr(gemm_hopper_triton.attention_prefill_hopper_triton, "num_multiprocessors", lambda _: 3)
+    monkeypatch.setattr(gemm_hopper_triton, "_FEWEST_ROWS", 0)
+
+
+@pytest.fixture
+def attend(monkeypatch):
+    """Runs expanded attention over latents by the form for Hopper; what it gave, and the model."""
+
+    def run(problem, options, seed=0, changes=(), most=None):
+        model = Model(prefill_hopper_triton.mla_prefill_hopper_kernel, seed, changes)
+        monkeypatch.setattr(prefill_hopper_triton, "_launch_attend", model)
+        monkeypatch.setattr(prefill_hopper_triton, "default_options", lambda *_: options)
+        return problem.run(most=most), model
+
+    return run
+
+
+@pytest.fixture
+def multiply(monkeypatch):
+    """Runs float8 experts by the form for Hopper."""
+
+    def run(inputs, weights, seed=0, changes=()):
+        model = Model(gemm_hopper_triton.grouped_kernel, seed, changes)
+        monkeypatch.setattr(gemm_hopper_triton, "_launch_grouped", model)
+        return experts_grouped(*inputs, weights, implementation=Implementation.TRITON), model
+
+    return run
+
+
+def prompts(*chunks, num_heads=1):
+    return Problem(chunks, **SERVED | {"num_heads": num_heads})
+
+
+def experts(num_tokens, kind="fp8", inner_size=128, hidden=256, num_experts=3):
+    """Of a batch, one of whose experts has no row."""
+    draw = Draw(num_tokens)
+    weights = draw.weights(num_experts + 1, inner_size, hidden, kind)
+    x_TD = draw.normal(num_tokens, hidden, dtype=torch.bfloat16)
+    expert_TK = draw.experts(num_tokens, num_experts, 2)
+    return (x_TD, draw.normal(num_tokens, 2).softmax(dim=1), expert_TK), weights
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "chunks",
+    [((1, 1), (63, 64)), ((64, 65), (1, 128)), ((65, 129),), ((128, 300), (3, 4)), ((129, 256), (2, 257))],
+    ids=str,
+)
+@pytest.mark.parametrize("most", [None, 100])
+def test_expanded_latents_in_any_order(attend, chunks, options, most):
+    """Rows and keys at the edges of tiles, one window or several; NaN past each sequence's end."""
+    problem = prompts(*chunks)
+    out, model = attend(problem, options, most=most)
+    problem.check(out)
+    model.check_order()
+    assert same_bits(attend(problem, options, 1, most=most)[0], out)
+
+
+@BOTH
+def test_expanded_latents_of_another_sequence_may_be_nan(attend, options):
+    problem = prompts((3, 100), (70, 70), (5, 90), num_heads=2)
+    out, _ = attend(problem, options)
+    problem.rows[problem.tables[1, :5]] = torch.nan
+    spoiled, _ = attend(problem, options)
+    assert same_bits(spoiled[:3], out[:3])
+    assert same_bits(spoiled[73:], out[73:])
+    assert spoiled[3:73].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "ue8m0"])
+@pytest.mark.parametrize(("num_tokens", "hidden", "inner_size"), [(1, 256, 128), (90, 512, 384), (100, 768, 256)])
+def test_experts_in_any_order(multiply, kind, num_tokens, hidden, inner_size):
+    """Blocks of a row, half empty and full ones; more groups than are under way; several tiles of a program."""
+    inputs, weights = experts(num_tokens, kind, inner_size, hidden)
+    out, model = multiply(inputs, weights)
+    assert relative_error(out, naive(*inputs, weights)) < 6e-3
+    model.check_order()
+    assert same_bits(multiply(inputs, weights, 1)[0], out)
+
+
+# Changes of sources: what must not be done, and is to be seen in some order.
+WAIT_FOR_SCORES = "score_RN = warpgroup_mma_wait(1, deps=[score_RN])\n"
+WAIT_FOR_MIXED = "    mixed_RD, wide_RN = warpgroup_mma_wait(0, deps=[mixed_RD, wide_RN])\n"
+VALUES_READ = "    mbarrier.arrive(value_empty.index(before), count=1)\n"
+ATTENTION_FAULTS = {
+    "values are given back before the matmul has read them": (
+        WAIT_FOR_MIXED + VALUES_READ, VALUES_READ + WAIT_FOR_MIXED,
+    ),
+    "one matmul of the scores is not waited for": (
+        WAIT_FOR_SCORES, WAIT_FOR_SCORES.replace("wait(1", "wait(2"),
+    ),
+    "the producer waits for the wrong phase": ("parity = ((step // STAGES) & 1) ^ 1", "parity = (step // STAGES) & 1"),
+    "values are waited for by their own step's parity": (
+        "value_full.index(before), ((count - 1) // STAGES) & 1", "value_full.index(before), (count // STAGES) & 1",
+    ),
+    "the producer waits for keys alone": ("            mbarrier.wait(value_empty.index(stage), parity)\n", ""),
+    "the producer waits for values alone": ("            mbarrier.wait(key_empty.index(stage), parity)\n", ""),
+    "keys are read before they are there": (
+        "mbarrier.wait(key_full.index(stage), (count // STAGES) & 1)", "pass",
+    ),
+    "values are not given back": (VALUES_READ, ""),
+    "no fence after the last values": ("    fence_async_shared()\n    _barrier()\n", "    _barrier()\n"),
+    "no fence after the queries": ("    turned_tile.store(turned_RP)\n    fence_async_shared()\n",
+                                   "    turned_tile.store(turned_RP)\n"),
+    "nobody says that the last values are there": ("    _barrier()\n    mbarrier.arrive(full.index(stage), count=1)\n",
+                                                   ""),
+    "the last values are said to be there before they are": (
+        "    for box in range(boxes):\n",
+        "    mbarrier.arrive(full.index(stage), count=1)\n    for box in range(boxes):\n",
+    ),
+    "asynchronous copies that are in no group": (
+        "value_boxes.index((stage * halves + half) * boxes + box).store(found[half])",
+        "async_copy.async_copy_global_to_shared(value_boxes.index((stage * halves + half) * boxes + box), "
+        "value + half * 64 + at_SC, mask=is_there_S1)",
+    ),
+    "more bytes are expected": ("BN * V * 2", "BN * V * 4"),
+    "fewer arrivals end a phase": ("init(value_empty.index(stage), count=GROUPS)", "init(value_empty.index(stage), 1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ATTENTION_FAULTS)
+def test_faults_of_expanded_latents_are_found(attend, fault):
+    problem, (old, new) = prompts((70, 600)), ATTENTION_FAULTS[fault]
+    with pytest.raises((Race, Stuck)):
+        attend(problem, LONG, changes=[(old, new)])[1].check_order()
+
+
+EXPERT_FAULTS = {
+    "a stage is given back before it is read": (
+        "                    x_piece = x_pieces",
+        "                    mbarrier.arrive(empty.index(stage), count=1)\n                    x_piece = x_pieces",
+    ),
+    "a product is read before it is there": ("product_RN = warpgroup_mma_wait(0", "product_RN = warpgroup_mma_wait(1"),
+    "the second half of the rows gives nothing back": (
+        "            else:\n                for _ in range(K // 128):",
+        "            else:\n                for _ in range(0):",
+    ),
+    "one arrival fills a stage": ("init(full.index(stage), count=2)", "init(full.index(stage), count=1)"),
+    "one arrival empties a stage": ("init(empty.index(stage), count=2)", "init(empty.index(stage), count=1)"),
+    "a stage is read before it is full": ("mbarrier.wait(full.index(stage), (count // STAGES) & 1)", "pass"),
+    "a stage is written before it is empty": (
+        "mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)", "pass"
+    ),
+    "a stage's phases are taken for those of another": ("(count // STAGES) & 1)", "(count // 2) & 1)"),
+    "scales are there before they are stored": (
+        "                        for part in gl.static_range(4):\n                            scales.index",
+        "                        mbarrier.arrive(full.index(stage), count=1)\n"
+        "                        for part in gl.static_range(4):\n                            scales.index",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", EXPERT_FAULTS)
+def test_faults_of_experts_are_found(multiply, fault):
+    inputs, weights = experts(60, hidden=768, num_experts=2)
+    with pytest.raises((Race, Stuck)):
+        multiply(inputs, weights, changes=[EXPERT_FAULTS[fault]])[1].check_order()
+
+
+def missed(machine):
+    """Waits and arrivals of a run without which the check is content, and which something waits for."""
+    waits = {what[1::2] for trace in machine.traces for what in trace if what[0] == "wait"}
+    for who, trace in enumerate(machine.traces):
+        arrivals = Counter()
+        for index, what in enumerate(trace):
+            if what[0] == "arrive":
+                phase = arrivals[what[1]]
+                arrivals[what[1]] += 1
+                is_needed = (what[1], phase) in waits
+            else:
+                is_needed = what[0] == "wait" and what[3] >= 0
+            if is_needed:
+                changed = [
+                    trace[:index] + trace[index + 1 :] if at == who else t for at, t in enumerate(machine.traces)
+                ]
+                try:
+                    check_order(changed, counts_of(machine))
+                except (Race, Stuck):
+                    continue
+                yield who, index, what
+
+
+@BOTH
+def test_every_wait_and_arrival_of_expanded_latents_is_needed(attend, options):
+    """But for what others imply: of two stages, that keys were read, by the wait for the values of the tile before; and
+    that the first values, which threads have stored, are there, by that for the keys of the next tile.
+    """
+    _, model = attend(prompts((70, 600)), options)
+    for machine in model.machines:
+        key_empty, first_values = (2, 3), 4
+        found = list(missed(machine))
+        assert {what[0] for _, _, what in found} == {"wait"}
+        assert all(what[1] in key_empty or what[1:] == (first_values, 0, 0) for _, _, what in found)
+
+
+def test_every_wait_and_arrival_of_experts_is_needed(multiply):
+    """But for those of the first tiles by the warpgroup that reads none of them."""
+    inputs, weights = experts(60, hidden=768, num_experts=2)
+    _, model = multiply(inputs, weights)
+    for machine in model.machines:
+        assert all((who, what[0], what[3]) == (1, "wait", 0) for who, _, what in missed(machine))
