@@ -7,8 +7,9 @@ arithmetic, masks and places in memory are its own; layouts of registers are not
 that a tile lies as panels of 128 bytes. Past a tensor's end TMA brings NaN here, on which no kernel is to depend.
 
 A run also gives the trace of every partition: its waits, arrivals, copies, and what it reads and writes. From these
-`check_order` tells whether every other order does the same. An arrival is taken to follow a barrier of the partition's
-threads, which Triton puts before each; what several programs do to memory outside is not looked at.
+`check_order` tells whether every other order does the same. Not looked at are the threads of a partition: an arrival is
+taken to follow a barrier of all of them, which Triton puts before each. Nor is what programs and partitions do to
+memory outside, nor what the compiler makes of registers.
 """
 
 import ast
@@ -184,6 +185,11 @@ class _Pending:
         raise Race(f"{function.__name__} of a matmul that may not have ended")
 
 
+def _to(value, kind, bitcast=False):
+    value = torch.as_tensor(value)
+    return value.view(kind) if bitcast else value.to(kind)
+
+
 @lru_cache(maxsize=64)
 def _code_of(path, changes):
     """A file's code, and what it imports of other files here: their modules, and the names."""
@@ -194,10 +200,10 @@ def _code_of(path, changes):
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     tree.body = [node for node in tree.body if node not in imports and getattr(node, "name", "") != "variants"]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and any(named.arg == "bitcast" for named in node.keywords):
-            node.func.attr, node.keywords = "view", []
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "to":
+            node.func, node.args = ast.Name("_to", ast.Load()), [node.func.value, *node.args]
     ours = [(node.module, [each.name for each in node.names]) for node in imports if node.module.startswith("baton.")]
-    return compile(tree, str(path), "exec"), ours
+    return compile(ast.fix_missing_locations(tree), str(path), "exec"), ours
 
 
 @dataclass
@@ -383,6 +389,7 @@ class Machine:
             ),
             "fence_async_shared": lambda: self.step(("fence",)),
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish,
+            "_to": _to,
             "range": lambda *bounds: map(number, range(*map(int, bounds))),  # what it gives are tensors
         }  # fmt: skip
 

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
+from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.implementation import Implementation
 from baton.kernels.mla import prefill_hopper_triton
 from baton.kernels.moe import gemm_hopper_triton
@@ -12,6 +13,7 @@ from baton.kernels.moe.gemm import experts_grouped
 from baton.tests.kernels.gluon_model import Model, Race, Stuck, check_order, counts_of
 from baton.tests.kernels.harness import relative_error, same_bits
 from baton.tests.kernels.moe_inputs import Draw
+from baton.tests.kernels.test_attention_prefill import Sequences
 from baton.tests.kernels.test_mla_prefill import SERVED, Problem
 from baton.tests.kernels.test_moe_gemm import naive
 
@@ -22,7 +24,7 @@ BOTH = pytest.mark.parametrize("options", [LONG, SHORT], ids=["long", "short"])
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     """As if CPUs were Hopper GPUs of three multiprocessors, and few rows enough for each expert."""
-    monkeypatch.setattr(gemm_hopper_triton.attention_prefill_hopper_triton, "num_multiprocessors", lambda _: 3)
+    monkeypatch.setattr(attention_prefill_hopper_triton, "num_multiprocessors", lambda _: 3)
     monkeypatch.setattr(gemm_hopper_triton, "_FEWEST_ROWS", 0)
 
 
@@ -223,3 +225,49 @@ def test_every_wait_and_arrival_of_experts_is_needed(multiply):
     _, model = multiply(inputs, weights)
     for machine in model.machines:
         assert all((who, what[0], what[3]) == (1, "wait", 0) for who, _, what in missed(machine))
+
+
+TURNS = {"GROUPS": 2, "BN": 128, "STAGES": 2, "TURNS": True, "PIN": True, "PERSISTENT": False}
+PERSISTENT = {**TURNS, "PERSISTENT": True}
+THREE = {"GROUPS": 3, "BN": 64, "STAGES": 2, "TURNS": False, "PIN": False, "PERSISTENT": False}
+
+
+@pytest.fixture
+def attend_paged(monkeypatch):
+    """Runs attention over paged KV by the form for Hopper."""
+
+    def run(sequences, options, seed=0, changes=()):
+        model = Model(attention_prefill_hopper_triton.prefill_kernel, seed, changes)
+        monkeypatch.setattr(attention_prefill_hopper_triton, "_launch_prefill", model)
+        return sequences.run(options=options), model
+
+    return run
+
+
+@pytest.mark.parametrize("options", [TURNS, PERSISTENT, THREE], ids=["turns", "persistent", "three"])
+@pytest.mark.parametrize("chunks", [[(150, 60)], [(1, 40), (65, 127)], [(40, 300), (2, 0)]], ids=str)
+def test_paged_attention_in_any_order(attend_paged, chunks, options):
+    """Chunks of rows after so many positions; a program's walks follow each other where programs are few."""
+    sequences = Sequences(chunks, heads=(4, 2), head_dim=64, block_size=32)
+    out, model = attend_paged(sequences, options)
+    assert model.machines
+    assert relative_error(out, sequences.wanted()) < 4e-3
+    model.check_order()
+    assert same_bits(attend_paged(sequences, options, 1)[0], out)
+
+
+PAGED_FAULTS = {
+    "both warpgroups begin": ("(count & 1) ^ (WHICH == 0)", "(count & 1) ^ 1"),
+    "no fence after the last values": ("    fence_async_shared()\n    mbarrier", "    mbarrier"),
+    "tiles of each walk are counted anew": (
+        "        count += 1\n    return count", "        count += 1\n    return 0",
+    ),
+    "the producer waits for keys alone": ("        mbarrier.wait(value_empty.index(stage), parity)\n", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", PAGED_FAULTS)
+def test_faults_of_paged_attention_are_found(attend_paged, fault):
+    sequences = Sequences([(200, 150)], heads=(4, 2), head_dim=64, block_size=32)
+    with pytest.raises((Race, Stuck)):
+        attend_paged(sequences, PERSISTENT, changes=[PAGED_FAULTS[fault]])[1].check_order()

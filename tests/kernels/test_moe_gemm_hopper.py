@@ -1,4 +1,4 @@
-"""Float8 experts' form for Hopper: what is not written in Gluon. GPU tests hold the rest against the other form."""
+"""Float8 experts' form for Hopper: what is not written in Gluon; for that see `test_gluon_protocols`."""
 
 from types import SimpleNamespace
 
