@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -134,8 +135,11 @@ def _prepare(shape: MoEShape, num_tokens: int, is_fp8: bool, device: torch.devic
 def _half(weights: ExpertWeights | Fp8ExpertWeights) -> ExpertWeights | Fp8ExpertWeights:
     """The experts of the last of two ranks, whole: another specialization of the kernels, for memory checks."""
     held = HeldExperts.of_rank(TINY.num_experts, 1, 2)
-    names = [field.name for field in fields(weights) if field.name != "held"]
-    return replace(weights, **{name: getattr(weights, name)[held.first :] for name in names}, held=held)
+    values = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    own: dict[str, Any] = {
+        name: value[held.first :] for name, value in values.items() if isinstance(value, torch.Tensor)
+    }
+    return replace(weights, **own, held=held)
 
 
 def _for_others(

@@ -173,6 +173,7 @@ class Rounding:
     def _rounded(self, x):
         groups = x.unflatten(-1, (-1, 128))
         scale = groups.abs().amax(dim=-1, keepdim=True).clamp_min(1e-10) / 448
+        scale = scale.log2().ceil().exp2()  # as `scale_fmt` says
         scaled = groups / scale
         rounded = scaled.to(torch.float8_e4m3fn).float()
         step = torch.where(rounded.abs() < 2**-6, 2.0**-9, 2.0 ** (scaled.abs().clamp_min(2**-6).log2().floor() - 3))
