@@ -88,7 +88,7 @@ def test_a_chunk_is_never_longer_than_the_context():
 def test_chunks_have_together_as_many_tokens_as_a_step_where_contexts_are_short(
     num_tokens, num_sequences, context_len, most
 ):
-    """Kernels are chosen by the rows of a step, whoever has them."""
+    """Kernels are chosen by the rows of a step, of one sequence or of several."""
     reach = Reach(num_tokens=num_tokens, num_sequences=num_sequences, context_len=context_len)
     found = [lens for lens, _ in prefill_shapes(reach, 16)]
     assert all(max(lens) <= context_len and len(lens) <= num_sequences and sum(lens) <= num_tokens for lens in found)

@@ -473,7 +473,7 @@ class _Use:
 
 
 def check_order(traces, counts):
-    """Whether what one run did in some order, every run does, whoever comes first; the number of steps.
+    """Whether what one run did in some order, every run does, in any order of arrival; the number of steps.
 
     What happens before what follows from the traces: the steps of a partition, a copy's end after its issue, and a wait
     after what completes its phase. Uses of memory of which one writes must be so ordered, with a fence between if
@@ -489,7 +489,7 @@ def check_order(traces, counts):
         if not any([order.advance(who) for who in range(len(traces))]):
             raise Stuck(str(order.left_over()))
     if any(order.reads):
-        raise Race("matmuls that nobody waited for")
+        raise Race("matmuls without a wait")
     for node, barrier, phase in order.waits:
         following = order.phases[barrier, phase + 1]
         if len(following) == counts[barrier] and not any(order.surely(node, each) for each in following):

@@ -128,7 +128,7 @@ ATTENTION_FAULTS = {
     "no fence after the last values": ("    fence_async_shared()\n    _barrier()\n", "    _barrier()\n"),
     "no fence after the queries": ("    turned_tile.store(turned_RP)\n    fence_async_shared()\n",
                                    "    turned_tile.store(turned_RP)\n"),
-    "nobody says that the last values are there": ("    _barrier()\n    mbarrier.arrive(full.index(stage), count=1)\n",
+    "the last values have no arrival": ("    _barrier()\n    mbarrier.arrive(full.index(stage), count=1)\n",
                                                    ""),
     "the last values are said to be there before they are": (
         "    for box in range(boxes):\n",
