@@ -64,8 +64,7 @@ class MLALaunch:
 def default_options(num_rows: int, *, on_hopper: bool = False) -> MLAPlanOptions:
     """Options by rule, for shapes that no table has.
 
-    The Hopper kernel is the fastest for few rows too: such a step is bound by reading latents, which TMA delivers
-    sooner.
+    The Hopper kernel is the fastest for few rows, too.
 
     Args:
         num_rows: rows of one sequence: heads times queries.

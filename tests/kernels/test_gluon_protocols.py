@@ -7,13 +7,14 @@ import torch
 
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.implementation import Implementation
-from baton.kernels.mla import prefill_hopper_triton
+from baton.kernels.mla import decode_hopper_triton, prefill_hopper_triton
 from baton.kernels.moe import gemm_hopper_triton
 from baton.kernels.moe.gemm import experts_grouped
 from baton.tests.kernels.gluon_model import Model, Race, Stuck, check_order, counts_of
 from baton.tests.kernels.harness import relative_error, same_bits
 from baton.tests.kernels.moe_inputs import Draw
 from baton.tests.kernels.test_attention_prefill import Sequences
+from baton.tests.kernels.test_mla_decode import Problem as DecodeProblem
 from baton.tests.kernels.test_mla_prefill import SERVED, Problem
 from baton.tests.kernels.test_moe_gemm import naive
 
@@ -26,6 +27,7 @@ def hopper(monkeypatch):
     """As if CPUs were Hopper GPUs of three multiprocessors, and few rows enough for each expert."""
     monkeypatch.setattr(attention_prefill_hopper_triton, "num_multiprocessors", lambda _: 3)
     monkeypatch.setattr(gemm_hopper_triton, "_FEWEST_ROWS", 0)
+    monkeypatch.setattr(decode_hopper_triton, "_is_hopper", lambda _: True)
 
 
 @pytest.fixture
@@ -51,6 +53,23 @@ def multiply(monkeypatch):
         return experts_grouped(*inputs, weights, implementation=Implementation.TRITON), model
 
     return run
+
+
+@pytest.fixture
+def decode(monkeypatch):
+    """Runs absorbed attention over latents by the form for Hopper."""
+
+    def run(problem, seed=0, changes=(), **options):
+        model = Model(decode_hopper_triton.mla_hopper_kernel, seed, changes)
+        monkeypatch.setattr(decode_hopper_triton, "_launch_attend", model)
+        options = {"tile": 64, "rows": 64, "swap": False, "stages": 2, "warps": 8, "slots": 1, "hopper": True} | options
+        return problem.run(options), model
+
+    return run
+
+
+def latents(*lengths, **named):
+    return DecodeProblem(lengths, **{"latent": 512, "turned": 64, "scale": 0.06} | named)
 
 
 def prompts(*chunks, num_heads=1):
@@ -225,6 +244,93 @@ def test_every_wait_and_arrival_of_experts_is_needed(multiply):
     _, model = multiply(inputs, weights)
     for machine in model.machines:
         assert all((who, what[0], what[3]) == (1, "wait", 0) for who, _, what in missed(machine))
+
+
+@pytest.mark.parametrize("lengths", [(1, 63), (64, 65), (128, 129), (192, 200), (256, 300), (321,), (385,)], ids=str)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_latents_in_any_order(decode, lengths, block_size):
+    """Any number of tiles: pairs, and one alone; NaN past each sequence's end."""
+    problem = latents(*lengths, block_size=block_size)
+    out, model = decode(problem)
+    problem.check(out)
+    assert model.check_order() > 30
+    assert same_bits(decode(problem, 1)[0], out)
+
+
+@pytest.mark.parametrize("most", [64, 128, 192])
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_parts_of_latents(decode, num_queries, most):
+    """Of sequences of which some have no tile for some parts."""
+    problem = latents(330, 70, 5, num_queries=num_queries, num_heads=16)
+    out, model = decode(problem, max_part_len=most, slots=16)
+    assert any(place[1] > 0 for place in (machine.place for machine in model.machines))
+    problem.check(out)
+    model.check_order()
+
+
+@pytest.mark.parametrize("num_queries", range(1, 6))
+def test_rows_over_latents_see_up_to_themselves(decode, num_queries):
+    """Ends of rows before and in the last tile, and rows of two programs."""
+    problem = latents(130, 66, 20, num_queries, num_queries=num_queries, num_heads=30, block_size=32)
+    problem.check(decode(problem)[0])
+
+
+def test_scores_over_latents_may_be_large(decode):
+    """Weights of each tile are of the highest score so far, or they would not be finite."""
+    problem = latents(64 * 6, 200, 64 * 5, num_heads=16, scale=6.0)
+    problem.check(decode(problem)[0])
+
+
+def test_rows_over_latents_at_negative_positions_are_zero(decode):
+    problem = latents(70, num_queries=3)
+    problem.positions -= 69
+    out, _ = decode(problem)
+    problem.check(out)
+    assert [bool(row.any()) for row in out[0]] == [False, False, True]
+    problem.positions -= 100
+    assert not decode(problem)[0].any()
+
+
+WAIT_FOR_SUMS = "    mixed_RH = warpgroup_mma_wait(0, deps=[mixed_RH])\n    _barrier()\n"
+WAIT_FOR_LATENT_SCORES = "    score_RT = warpgroup_mma_wait(0, deps=[score_RT])\n    _barrier()\n"
+LEFT_READ, RIGHT_READ, TURNED_READ = (
+    f"    mbarrier.arrive(empty[{place}], count=1)\n" for place in ("_LEFT", "_RIGHT", "WHICH * 3 + _TURNED")
+)
+LATENT_FAULTS = {
+    "the left half is given back before it is multiplied": (WAIT_FOR_SUMS + LEFT_READ, LEFT_READ + WAIT_FOR_SUMS),
+    "the right half is given back before it is multiplied": (WAIT_FOR_SUMS + RIGHT_READ, RIGHT_READ + WAIT_FOR_SUMS),
+    "columns with RoPE are given back before the scores": (
+        WAIT_FOR_LATENT_SCORES + TURNED_READ, TURNED_READ + WAIT_FOR_LATENT_SCORES,
+    ),
+    "the second tile is given back beside its matmul": ("warpgroup_mma_wait(1", "warpgroup_mma_wait(2"),
+    "weights are ready before they are stored": (
+        "    weights[0].store(short_RT)\n", "    mbarrier.arrive(ready[0], count=1)\n    weights[0].store(short_RT)\n",
+    ),
+    "no fence after the weights": ("[0].store(new_R)\n    fence_async_shared()\n", "[0].store(new_R)\n"),
+    "no fence after the end is cleared": ("_like(part_TE)))\n    fence_async_shared()\n", "_like(part_TE)))\n"),
+    "the end is cleared before all of it is there": (
+        "wait(full[tile + group], parity)\n        _clear", "wait(full[tile], parity)\n        _clear"
+    ),
+    "queries are read before the other half is there": ("    mbarrier.wait(loaded[1 - WHICH], 0)\n", ""),
+    "totals are read before they are stored": ("    mbarrier.wait(ended[1 - WHICH], 0)\n", ""),
+    "copies wait for the wrong phase": ("parity = (pair & 1) ^ 1", "parity = pair & 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", LATENT_FAULTS)
+def test_faults_of_latents_are_found(decode, fault):
+    with pytest.raises((Race, Stuck)):
+        decode(latents(64 * 5 + 3, block_size=64), changes=[LATENT_FAULTS[fault]])[1].check_order()
+
+
+def test_every_wait_and_arrival_of_latents_is_needed(decode):
+    """But for waits by which a warpgroup sees halves of tiles whose arrival the other's weights imply."""
+    _, model = decode(latents(64 * 6, block_size=64))
+    left_of_second, right_of_first = {(0, 5), (0, 6)}, {(1, 2), (1, 3)}
+    for machine in model.machines:
+        found = list(missed(machine))
+        assert {what[0] for _, _, what in found} == {"wait"}
+        assert {(who, what[1]) for who, _, what in found} == left_of_second | right_of_first
 
 
 TURNS = {"GROUPS": 2, "BN": 128, "STAGES": 2, "TURNS": True, "PIN": True, "PERSISTENT": False}
