@@ -10,17 +10,18 @@ the gap between two of its tokens grows by the chunk's time. So a step with both
 
 The length that fits is learned: each step makes it a little longer or shorter. A long queue of prompts gets larger
 chunks, so that all waiting prompts are computed within `DRAIN_STEPS` steps, because then prompt throughput decides when
-sequences start.
+sequences start. A very long one gets at most `LARGEST` of a step's tokens: GEMMs of more rows are hardly faster a row.
 """
 
 from typing import Final
 
 FIRST_LEN: Final = 32  # used before anything is known
 MIN_LEN: Final = 16
-DECODE_STEPS: Final = 2.5  # time limit of a step with chunks, in decode-only steps
+DECODE_STEPS: Final = 2.25  # time limit of a step with chunks, in decode-only steps
 LAUNCHES: Final = 1.1  # time limit, in times the host's launch takes
 FLOORS: Final = 1.5  # time limit, in steps with the shortest chunk
 DRAIN_STEPS: Final = 32
+LARGEST: Final = 0.5  # of a step's tokens, that a queue gets beside decode rows
 WEIGHT: Final = 0.1  # of the newest step in a mean
 FORGET: Final = 1.02  # growth per launch of the remembered fastest launch time
 _SHRINK: Final = 0.5  # smallest factor by which one step changes what fits
@@ -92,9 +93,10 @@ class ChunkBudget:
         if 0.0 < self.limit_s == FLOORS * self.floor.seconds:  # alternate lengths, to check that the floor still holds
             self._is_shorter = not self._is_shorter
             fitting *= _SHORTER if self._is_shorter else 1.0
-        share = -(-num_waiting // DRAIN_STEPS)
+        num_steps = max(DRAIN_STEPS, -(-num_waiting // max(int(LARGEST * self._most), 1)))
+        share = -(-num_waiting // num_steps)
         if share > self._drain_len or not self._drain_steps:
-            self._drain_len, self._drain_steps = share, DRAIN_STEPS
+            self._drain_len, self._drain_steps = share, num_steps
         self._drain_steps -= 1
         wanted = max(int(fitting), self._drain_len)
         if num_waiting <= wanted:  # the queue is drained

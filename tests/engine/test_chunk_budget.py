@@ -11,6 +11,7 @@ from baton.engine.chunk_budget import (
     DRAIN_STEPS,
     FIRST_LEN,
     FLOORS,
+    LARGEST,
     LAUNCHES,
     MIN_LEN,
     WEIGHT,
@@ -125,12 +126,12 @@ def test_a_long_queue_of_prompts_gets_larger_chunks_and_leaves_the_length_that_f
     assert device.budget.length(ROWS, fits * DRAIN_STEPS) == fits
     assert device.budget.length(ROWS, 300 * DRAIN_STEPS) == 300
     assert device.budget.length(ROWS, 300 * DRAIN_STEPS + 1) == 301, "all within so many steps"
-    assert device.budget.length(ROWS, 10_000_000) == 4096 - ROWS
+    assert device.budget.length(ROWS, LARGEST * 4096 * DRAIN_STEPS * 3 - 1) == LARGEST * 4096, "in more steps"
     device.run(30, num_waiting=10_000_000)
     assert device.budget.length(ROWS, 1) == pytest.approx(fits, rel=0.01)
 
 
-@pytest.mark.parametrize("num_waiting", [1_000, 50_000, 90_000])
+@pytest.mark.parametrize("num_waiting", [1_000, 50_000, 60_000])
 def test_a_queue_is_computed_within_so_many_steps(num_waiting):
     device = Device(0.010, 0.001)
     fits = device.run(200)
@@ -200,6 +201,16 @@ def test_times_are_those_of_late():
     device.budget.mixed(before, 1.0, 0.0)
     assert device.budget.length(ROWS, 1) >= before // 2, "likewise"
     assert device.run(100) == pytest.approx(device.fits, abs=2)
+
+
+def test_a_very_long_queue_is_computed_by_chunks_of_one_length():
+    """Not by shorter ones when as many steps are over as a queue of fewer prompts takes."""
+    budget, left, lengths = ChunkBudget(4096), 250_000, []
+    while left > 0:
+        lengths.append(budget.length(ROWS, left))
+        left -= lengths[-1]
+    assert len(set(lengths)) == 1
+    assert 0.99 * LARGEST * 4096 < lengths[0] <= LARGEST * 4096
 
 
 @dataclass(frozen=True)
