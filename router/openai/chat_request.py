@@ -117,6 +117,13 @@ class Function(Wire):
     parameters: JsonObject | None = None
     strict: bool | None = None
 
+    @property
+    def arguments_schema(self) -> JsonObject:
+        """Schema of its arguments: a function without `parameters` has none, as in OpenAI's reference."""
+        if self.parameters is not None:
+            return self.parameters
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+
 
 class Tool(Wire):
     """One of `tools`."""

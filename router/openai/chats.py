@@ -129,7 +129,7 @@ def bind(sampling: inference_pb2.Sampling, use: ToolUse, thought: Thought, forms
         form=call_form,
         tokens={mark: token_id for mark, token_id in forms.marks.items() if mark in marks},
         tools=tuple(
-            CallableTool(function.name, function.parameters if function.strict or is_required else None)
+            CallableTool(function.name, function.arguments_schema if function.strict or is_required else None)
             for function in use.functions
         ),
         parallel=use.parallel,

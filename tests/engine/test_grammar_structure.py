@@ -354,6 +354,29 @@ def test_arguments_are_an_object_though_the_schema_does_not_say_so(compiler, par
         assert not takes(compiler, structure, call % other)
 
 
+@pytest.mark.parametrize(
+    ("form", "call"),
+    [
+        (CallForm.HERMES, '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'),
+        (CallForm.MISTRAL_ARGS, "[TOOL_CALLS]f[ARGS]%s"),
+        (CallForm.LLAMA3_JSON, '{"name": "f", "parameters": %s}'),
+    ],
+)
+def test_a_function_without_arguments_is_called_without(compiler, form, call):
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    structure = AnswerStructure(calls=Calls.REQUIRED, tools=(CallableTool("f", nothing),), form=form)
+    assert takes(compiler, structure, call % "{}")
+    assert not takes(compiler, structure, call % '{"a": 1}')
+
+
+@pytest.mark.parametrize("form", [CallForm.QWEN3_CODER, CallForm.GLM45])
+def test_a_function_without_arguments_is_called_without_tags(compiler, form):
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    structure = AnswerStructure(calls=Calls.REQUIRED, tools=(CallableTool("f", nothing),), form=form)
+    bare = {CallForm.QWEN3_CODER: tagged(), CallForm.GLM45: "<tool_call>f\n</tool_call>"}[form]
+    assert takes(compiler, structure, bare)
+
+
 @pytest.mark.parametrize("kinds", ["string", ["array", "null"], [], 5])
 def test_arguments_that_are_no_object_are_refused(kinds):
     structure = AnswerStructure(calls=Calls.REQUIRED, tools=(CallableTool("f", {"type": kinds}),))

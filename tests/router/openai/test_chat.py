@@ -294,6 +294,11 @@ async def test_what_tools_and_formats_bind(template):
             assert found.form == ("qwen3_coder" if "function=" in template else "hermes")
             if found.text is not None:
                 assert (found.text[0], json.loads(found.text[1])) == ("json_schema", FORM["json_schema"]["schema"])
+        now = {"type": "function", "function": {"name": "now"}}
+        await chat(client, tools=[now], tool_choice="required")
+        (found,) = AnswerStructure.from_json(sent_to(running)[-1].sampling.grammar.structure).tools
+        assert found.parameters == {"type": "object", "properties": {}, "additionalProperties": False}, "no arguments"
+        assert '"parameters"' not in prompt_of(sent_to(running)[-1])
         none = {"tools": [STRICT, TREE], "tool_choice": "none"}
         await chat(client, **none)
         assert not sent_to(running)[-1].sampling.HasField("grammar")
