@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,16 @@ class Device:
             length = self.budget.length(ROWS, num_waiting)
             self.budget.mixed(min(length, most), self.step_s(min(length, most)), self.launch_s)
         return self.budget.length(ROWS, 1)
+
+
+def test_the_limits_are_those_that_the_docs_tell():
+    told = " ".join((Path(__file__).parents[2] / "docs" / "engine.md").read_text().split())
+    for what in (
+        f"{DECODE_STEPS:g} times a decode-only step; {LAUNCHES:g} times the host's",
+        f"{FLOORS:g} times a step with the shortest chunk",
+        f"in {DRAIN_STEPS} steps, up to {'half' if LARGEST == 0.5 else LARGEST} of",
+    ):
+        assert what in told
 
 
 def test_where_nothing_decodes_a_step_takes_all_it_may():
