@@ -31,6 +31,7 @@ _TORCH = {
     tl.float8e5: torch.float8_e5m2,
 }
 _SIGNED = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+MAX_CONSTANTS = 4096
 _LARGEST = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
 _Handle = interpreter.TensorHandle
 _Builder = interpreter.InterpreterBuilder
@@ -66,7 +67,7 @@ def _converter(before):
 
 
 def _is_bfloat16(handle):
-    return isinstance(handle, _Handle) and handle.dtype.scalar == tl.bfloat16
+    return type(handle) is _Handle and handle.dtype.name == "bf16"
 
 
 def _dequantized(handle):
@@ -86,7 +87,10 @@ def _in_float32(before):
     """An operation of the builder, whose last argument is the function of numpy that does it."""
 
     def operation(self, *arguments):
-        if not any(_is_bfloat16(argument) for argument in arguments[:-1]):
+        for argument in arguments:  # a loop, because `any` would take as long as the operation
+            if type(argument) is _Handle and argument.dtype.name == "bf16":
+                break
+        else:
             return before(self, *arguments)
         result = before(self, *[_dequantized(argument) for argument in arguments])
         # Comparisons give truth values, which stay.
@@ -224,29 +228,138 @@ def _constexpr_shape(*sizes):
     return tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
 
 
+# What `_shape` has returned and keeps, by the identity of the shape: most blocks have the shape of another.
+_KEPT: dict[int, tuple] = {}
+
+
 def _block_type(self, element_ty, shape):
-    sizes = shape.values if isinstance(shape, tl.core.tuple) else shape
-    if not all(type(size) is int for size in sizes):
-        sizes = tl.core._unwrap_shape(sizes)
-    if not sizes:
-        raise TypeError("0d block_type is forbidden")
     self.element_ty = element_ty
-    self.shape, self.numel = _shape(*sizes)
-    self.name = f"<{sizes}, {element_ty.name}>"
+    kept = _KEPT.get(id(shape))
+    if kept is None:
+        sizes = shape.values if isinstance(shape, tl.core.tuple) else shape
+        if not all(type(size) is int for size in sizes):
+            sizes = tl.core._unwrap_shape(sizes)
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
+        kept = _shape(*sizes)
+        _KEPT[id(kept[0])] = kept
+    self.shape, self.numel = kept
 
 
 def _tensor(self, handle, type):
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _constexpr_shape(*(type.shape if type.is_block() else ()))
+    self.shape, self.numel = _constexpr_shape(*(type.shape.values if type.is_block() else ()))
+
+
+def _handle(self, data, dtype, attr=None):
+    self.data, self.dtype = data, dtype
+    self.attr = {} if attr is None else attr
+    if type(dtype) is not tl.core.dtype or data.itemsize * 8 > dtype.primitive_bitwidth:
+        self.__post_init__()  # judges it
+
+
+def _patch_attr(owner, name, member, builder, scope):
+    """Pass what a function of the language needs here, to itself and not to its wrapper, which checks that alone."""
+    code = getattr(member, "__code__", None)
+    if code is not None and code.co_name == "wrapper" and code.co_filename == tl.core.__file__:
+        member = getattr(member, "__wrapped__", member)
+    semantic = interpreter.interpreter_semantic
+
+    def call(*arguments, **named):
+        named["_semantic"] = semantic
+        return member(*arguments, **named)
+
+    scope.set_attr(owner, name, call)
+
+
+@functools.cache
+def _bounds(name):
+    """Of whole numbers that a type takes as they are; None: it takes none, or other rules hold."""
+    kind = tl.core.dtype(name)
+    if kind.is_floating() and not kind.is_fp8():
+        return -math.inf, math.inf
+    return (kind.get_int_min_value(), kind.get_int_max_value()) if kind.is_int() and not kind.is_bool() else None
+
+
+def _checked_if_unequal(before):
+    """Types of operands, and their shapes: nothing is converted if both are alike or one is a number that fits."""
+
+    @functools.wraps(before)
+    def checked(self, left, right, left_ptr=False, right_ptr=False, arithmetic_check=True, div_or_mod=False):
+        if not div_or_mod:
+            if type(left) is tl.core.tensor:
+                kind = left.dtype
+                if type(kind) is tl.core.dtype:
+                    if type(right) is tl.core.tensor:
+                        if right.dtype is kind:
+                            return self.broadcast_impl_value(left, right)
+                    elif arithmetic_check and _fits(right, kind):
+                        return self.broadcast_impl_value(left, self.scalar_constant(right, kind))
+            elif arithmetic_check and type(right) is tl.core.tensor:
+                kind = right.dtype
+                if type(kind) is tl.core.dtype and _fits(left, kind):
+                    return self.broadcast_impl_value(self.scalar_constant(left, kind), right)
+        return before(self, left, right, left_ptr, right_ptr, arithmetic_check, div_or_mod)
+
+    return checked
+
+
+def _fits(value, kind):
+    if type(value) is not int:
+        return type(value) is float and _bounds(kind.name) == (-math.inf, math.inf)
+    bounds = _bounds(kind.name)
+    return bounds is not None and bounds[0] <= value <= bounds[1] and -(2**31) <= value < 2**31
+
+
+def _filled(shape, data, kind):
+    """What `np.full` and `np.broadcast_to` make, of which each takes longer than most operations."""
+    found = np.empty(shape, kind)
+    found[...] = data
+    return found
+
+
+def _splat(value, like):
+    kind = value.type
+    data = _filled(like.shape.values, value.handle.data, interpreter._get_np_dtype(kind))
+    kind = like if like.element_ty is kind else tl.core.block_type(kind, like.shape)
+    return tl.core.tensor(_Handle(data, value.handle.dtype), kind)
 
 
 def _broadcast_if_unequal(before):
+    @functools.wraps(before)
     def broadcast(self, left, right):
-        if left.type.is_block() and right.type.is_block():
+        if left.type.is_block():
+            if not right.type.is_block():
+                return left, _splat(right, left.type)
             return (left, right) if left.type.shape is right.type.shape else before(self, left, right)
-        return before(self, left, right) if left.type.is_block() or right.type.is_block() else (left, right)
+        return (_splat(left, right.type), right) if right.type.is_block() else (left, right)
 
     return broadcast
+
+
+def _broadcast(self, value, shape):
+    data = value.data
+    return _Handle(_filled(shape, data, data.dtype), value.dtype)
+
+
+def _constant_once(before):
+    """Numbers of kernels are few; nothing writes into the array of one."""
+    known = {}
+
+    @functools.wraps(before)
+    def constant(self, value, dtype):
+        if type(dtype) is not tl.core.dtype or type(value) not in (int, float) or value != value:
+            return before(self, value, dtype)
+        key = type(value), value, dtype.name
+        data = known.get(key)
+        if data is None:
+            if len(known) > MAX_CONSTANTS:
+                known.clear()
+            data = known[key] = before(self, value, dtype).handle.data
+            data.flags.writeable = False
+        return tl.core.tensor(_Handle(data, dtype), dtype)
+
+    return constant
 
 
 def _same_or(before):
@@ -258,7 +371,18 @@ def _plain_or(before):
     return lambda value: value if type(value) in plain else before(value)
 
 
+def _among(*names):
+    names = frozenset(names)
+    return lambda self: self.name in names
+
+
 def _hasten():
+    interpreter._patch_attr = _patch_attr
+    _Handle.__init__ = _handle
+    tl.core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    kinds = tl.core.dtype
+    kinds.is_int = _among(*kinds.SINT_TYPES, *kinds.UINT_TYPES)
+    kinds.is_floating = _among(*kinds.FP_TYPES)
     interpreter._patch_lang = _Language(interpreter._patch_lang).patch
     interpreter.InterpretedFunction.__call__ = _device_call
     interpreter._get_np_dtype = _by_scalar(interpreter._get_np_dtype)
@@ -271,6 +395,9 @@ def _hasten():
     tl.core._unwrap_if_constexpr = _plain_or(tl.core._unwrap_if_constexpr)
     semantic = type(interpreter.interpreter_semantic)
     semantic.broadcast_impl_value = _broadcast_if_unequal(semantic.broadcast_impl_value)
+    semantic.scalar_constant = _constant_once(semantic.scalar_constant)
+    _Builder.create_broadcast = _broadcast
+    semantic.binary_op_type_checking_impl = _checked_if_unequal(semantic.binary_op_type_checking_impl)
 
 
 def _repair():
