@@ -1,5 +1,6 @@
 """Fixtures that several rooms' tests share."""
 
+import functools
 import gc
 import inspect
 import os
@@ -7,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 
 try:
     from hypothesis import Phase, settings
@@ -53,14 +55,30 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector, obj):
-    """Of `make check`, tests that it leaves out are not laid out case by case, which takes seconds in every process."""
-    expression = collector.config.option.markexpr
-    if not expression.startswith("fast and") or not inspect.isfunction(obj):
+    """Tests that are left out whole are not laid out case by case, which takes seconds in every process."""
+    config = collector.config
+    if not inspect.isfunction(obj) or not config.option.markexpr or any("::" in name for name in config.args):
         return None
-    left_out = {name for name in ("long", "slow", "gpu") if f"and not {name}" in expression}
-    return [] if left_out & {mark.name for mark in getattr(obj, "pytestmark", ())} else None
+    own = getattr(obj, "pytestmark", ())
+    if any(_marks_a_case(mark) for mark in own):
+        return None
+    marks = {mark.name for mark in (*own, *collector.iter_markers())}
+    if "fast" in marks and not _names_fast(collector.path):
+        return None  # `pytest_collection_modifyitems` finds it
+    chosen = _compiled(config.option.markexpr).evaluate(lambda name, **_: name in marks)
+    return None if chosen else []
 
 
+@functools.cache
+def _compiled(expression):
+    return Expression.compile(expression)
+
+
+def _marks_a_case(mark):
+    return mark.name == "parametrize" and any(getattr(case, "marks", ()) for case in mark.args[1])
+
+
+@functools.cache
 def _names_fast(path):
     return "fast" in path.read_text(encoding="utf-8")
 
