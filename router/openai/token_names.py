@@ -37,10 +37,15 @@ class TokenNames:
         return entry | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in top]}
 
     def by_name(self, report: inference_pb2.TokenLogprobs) -> dict[str, float]:
-        """Build a completion's entry: log-probabilities by name, the sampled token first, then the likeliest ones."""
+        """Build a completion's entry: log-probabilities by name, the sampled token first, then the likeliest ones.
+
+        Tokens that are parts of characters share the name U+FFFD, which has the value of the likeliest. So a token that
+        was not the likeliest never looks as if it were: clients compare its value with the entry's largest.
+        """
         found = {self.name(report.token_id): finite(report.logprob)}
         for token_id, logprob in zip(report.top_token_ids, report.top_logprobs, strict=True):
-            found.setdefault(self.name(token_id), finite(logprob))
+            name = self.name(token_id)
+            found[name] = max(found.get(name, LOWEST_LOGPROB), finite(logprob))
         return found
 
     def by_id(self, report: inference_pb2.TokenLogprobs) -> dict[str, dict[str, Any]]:

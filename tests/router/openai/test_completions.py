@@ -3,6 +3,7 @@
 import openai
 import pytest
 
+from baton.proto import inference_pb2
 from baton.tests.router.fakes import TOKENIZER
 from baton.tests.router.openai.served import MODEL, prompt_of, sent_to, served
 from baton.tests.router.openai.test_chat import report
@@ -104,6 +105,31 @@ async def test_an_echo_with_log_probabilities():
         assert [choice.logprobs.tokens for choice in several.choices] == [list("abhey")] * 2
         with pytest.raises(openai.BadRequestError, match="n > 1"):
             await streamed(client, "ab", echo=True, logprobs=1, n=2)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_token_never_looks_likelier_than_the_likeliest_of_its_name(streams):
+    """lm_eval takes a token for the greedy one if its value is the largest of its entry, whose keys are names."""
+    first, other = TOKENIZER.encode("é")  # each is half a character
+    top = {"top_token_ids": [first], "top_logprobs": [-0.25]}
+
+    def report_of(token_id):
+        logprob = -0.25 if token_id == first else -3.0
+        return inference_pb2.TokenLogprobs(token_id=token_id, logprob=logprob, rank=1 + (token_id != first), **top)
+
+    async with served() as (running, client):
+        running.script.answer, running.script.logprobs = "hey", report_of
+        asked = {"echo": True, "logprobs": 1}
+        if streams:
+            choices = [
+                chunk.choices[0] for chunk in await streamed(client, [[*TOKENIZER.encode("a"), first, other]], **asked)
+            ]
+        else:
+            choices = (await complete(client, [[*TOKENIZER.encode("a"), first, other]], **asked)).choices
+        values = [value for choice in choices for value in choice.logprobs.token_logprobs]
+        tops = [top for choice in choices for top in choice.logprobs.top_logprobs]
+        assert values[:3] == [None, -0.25, -3.0]
+        assert tops[:3] == [None, {"\ufffd": -0.25}, {"\ufffd": -0.25}]
 
 
 @pytest.mark.parametrize("echo", [False, True])
