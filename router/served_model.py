@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import ModelFileDamaged, ModelMissing
+from baton.core.requests.special_tokens import special_tokens
 from baton.core.requests.tokenizer import Tokenizer
 
 
@@ -20,7 +21,7 @@ class ServedModel:
         vocab_size: number of rows of the embedding; at least the tokenizer's number of tokens.
         aliases: other names that clients may use.
         source: (directory, weights) from which it was read, so that another process can read it too.
-        tokenizer_config: contents of tokenizer_config.json; empty if there is none.
+        tokenizer_config: contents of tokenizer_config.json, empty if there is none, with the texts of special tokens.
     """
 
     name: str
@@ -62,13 +63,16 @@ class ServedModel:
 
 
 def _tokenizer_config(directory: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json, and the texts of special tokens wherever they are named."""
     path = directory / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)  # no NaN in JSON output
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileDamaged(f"{path} is not a JSON object: {error}", path=str(path)) from error
-    if not isinstance(config, dict):
-        raise ModelFileDamaged(f"{path} is not a JSON object", path=str(path))
-    return config
+    config = {}
+    if path.is_file():
+        try:
+            config = json.loads(
+                path.read_text(encoding="utf-8"), parse_constant=lambda _: None
+            )  # no NaN in JSON output
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelFileDamaged(f"{path} is not a JSON object: {error}", path=str(path)) from error
+        if not isinstance(config, dict):
+            raise ModelFileDamaged(f"{path} is not a JSON object", path=str(path))
+    return config | special_tokens(directory)

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidRequest, PromptTooLong
-from baton.core.requests.special_tokens import SPECIAL_TOKENS
 from baton.proto import inference_pb2
 from baton.router.openai.chat_request import ChatRequest, Message
 from baton.router.openai.chats import chat_prompt
@@ -95,11 +94,8 @@ class Tokens:
 
 
 def _tokenizer_info(front: Front) -> dict[str, Any]:
-    """Build the model's tokenizer_config.json with special tokens as texts, and the chat template in use."""
+    """Build what the model's files say of its tokenizer, with the chat template in use."""
     known = {"tokenizer_class": "PreTrainedTokenizerFast", **front.model.tokenizer_config}
-    for name in SPECIAL_TOKENS:
-        if isinstance(known.get(name), dict):
-            known[name] = known[name].get("content")
     template = front.config.template
     return known | {"chat_template": None if template is None else template.sources["default"]}
 

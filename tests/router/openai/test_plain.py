@@ -77,6 +77,14 @@ async def test_what_is_known_of_the_tokenizer(tmp_path):
     front = SimpleNamespace(model=read, config=HttpConfig(port=0))
     known = json.loads((await Tokens(front).info(None)).body)
     assert (known["tokenizer_class"], known["eos_token"], known["chat_template"]) == ("Q", "<e>", None)
+    # lm_eval's remote tokenizer begins and ends texts with these tokens. Checkpoints of some years name them only here.
+    about.write_text('{"eos_token": "<e>"}')
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<b>"}, "eos_token": "<f>"}')
+    read = ServedModel.from_directory("toy", tmp_path, weights="random")
+    known = json.loads((await Tokens(SimpleNamespace(model=read, config=HttpConfig(port=0))).info(None)).body)
+    assert (known["bos_token"], known["eos_token"]) == ("<b>", "<f>")
+    about.unlink()
+    assert ServedModel.from_directory("toy", tmp_path, weights="random").tokenizer_config["bos_token"] == "<b>"
     for text in ("[]", "{", "[" * 100_000):
         about.write_text(text)
         with pytest.raises(ModelFileDamaged, match="not a JSON object"):
