@@ -1,4 +1,4 @@
-// Drives a running server with npm's clients: `node clients.mjs URL openai|ai|anthropic`, from a folder that has them installed.
+// Drives a running server with npm's clients: `node clients.mjs URL openai|ai|anthropic|promptfoo`, from a folder that has them installed.
 // As in clients.py: one line for each call, and answers are judged by their form alone.
 import { createRequire } from "node:module";
 import { readFileSync } from "node:fs";
@@ -157,11 +157,32 @@ async function anthropicCalls() {
   };
 }
 
-const made = { openai: openaiCalls, ai: aiCalls, anthropic: anthropicCalls };
+async function promptfooCalls() {
+  const { evaluate } = await load("promptfoo");
+  const run = async (kind, more = {}) => {
+    const provider = { id: `openai:${kind}:tiny`, config: { apiBaseUrl: `${url}/v1`, apiKey: "unused", ...more } };
+    const ended = await evaluate({ prompts: ["Hello"], providers: [provider], tests: [{ vars: { a: "b" } }], writeLatestResults: false }, { cache: false });
+    const [{ response, error }] = (await ended.toEvaluateSummary()).results;
+    expect(!error && response.tokenUsage.completion, error ?? "no usage");
+    return response.output;
+  };
+  return {
+    "openai:chat": () => run("chat", { max_tokens: 60 }),
+    "openai:completion": () => run("completion", { max_tokens: 60 }),
+    "openai:responses": () => run("responses", { max_output_tokens: 60 }),
+    "JSON schema": async () => {
+      const schema = { name: "report", strict: true, schema: z.toJSONSchema(report) };
+      report.parse(await run("chat", { max_tokens: 60, response_format: { type: "json_schema", json_schema: schema } }));
+    },
+  };
+}
+
+const made = { openai: openaiCalls, ai: aiCalls, anthropic: anthropicCalls, promptfoo: promptfooCalls };
 const packages = {
   openai: ["openai"],
   ai: ["ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai"],
   anthropic: ["@anthropic-ai/sdk"],
+  promptfoo: ["promptfoo"],
 }[client];
 console.log(packages.map((name) => `${name} ${version(name)}`).join(", "));
 for (const [name, call] of Object.entries(await made[client]())) {

@@ -2,7 +2,7 @@
 
 One line for each call: its name and `works`, or what went wrong. Each client is installed by hand into an environment
 of its own. Answers are judged by their form alone, since the bundled model knows nothing. TOKENIZER is the directory
-whose tokenizer guidellm, aiperf and lm_eval count with.
+whose tokenizer load generators and lm_eval count with. What load generators count must be what the server counted.
 """
 
 import asyncio
@@ -12,6 +12,8 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
 from pathlib import Path
 from typing import Literal
 
@@ -428,9 +430,24 @@ def _run(*command):
     expect(ended.returncode == 0, (ended.stdout + ended.stderr)[-600:])
 
 
+def counted(url):
+    """Tokens of prompts and answers that the server has counted."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        values = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#"))
+    return [float(values[f"baton_{kind}_tokens_total"]) for kind in ("prompt", "generation")]
+
+
+def agrees(url, before, *found):
+    deadline = time.monotonic() + 10.0  # a request is counted once its answer has ended
+    while (own := [now - then for now, then in zip(counted(url), before, strict=True)]) != [*found]:
+        expect(time.monotonic() < deadline, f"the tool counted {found} tokens, the server {own}")
+        time.sleep(0.1)
+
+
 def guidellm(url, tokenizer):
     def run(kind):
         with tempfile.TemporaryDirectory() as folder:
+            before = counted(url)
             _run(
                 *("guidellm", "run", "--backend", f"kind=openai_http,target={url},model={MODEL},request_format={kind}"),
                 *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6"),
@@ -438,9 +455,11 @@ def guidellm(url, tokenizer):
                 *("--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"),
                 *("--output", f"kind=json,path={folder}/report.json", "--disable-console-interactive"),
             )
-            benchmark = json.loads(Path(folder, "report.json").read_text())["benchmarks"][0]
-            totals = benchmark["metrics"]["request_totals"]
-            expect(totals["successful"] >= 6 and not totals["errored"], totals)
+            metrics = json.loads(Path(folder, "report.json").read_text())["benchmarks"][0]["metrics"]
+            totals = metrics["request_totals"]
+            expect(totals["successful"] == 6 and not totals["errored"], totals)
+            kinds = ("prompt_token_count", "output_token_count")
+            agrees(url, before, *(metrics[kind]["successful"]["total_sum"] for kind in kinds))
 
     return "guidellm", {kind: (lambda kind=kind: run(kind)) for kind in ("/v1/completions", "/v1/chat/completions")}
 
@@ -448,31 +467,101 @@ def guidellm(url, tokenizer):
 def aiperf(url, tokenizer):
     def run(kind, *options):
         with tempfile.TemporaryDirectory() as folder:
+            before = counted(url)
             _run(
-                *(
-                    "aiperf",
-                    "profile",
-                    "--model",
-                    MODEL,
-                    "--url",
-                    url,
-                    "--endpoint-type",
-                    kind,
-                    "--tokenizer",
-                    tokenizer,
-                ),
+                *("aiperf", "profile", "--model", MODEL, "--url", url, "--endpoint-type", kind),
+                *("--tokenizer", tokenizer, "--use-server-token-count", "--extra-inputs", "ignore_eos:true"),
                 *("--request-count", "6", "--concurrency", "2", "--isl", "32", "--osl", "8", "--ui", "none"),
                 *("--artifact-dir", folder, *options),
             )
-            found = next(Path(folder).rglob("profile_export_aiperf.json"))
-            count = json.loads(found.read_text())["request_count"]
-            expect(count["avg"] == 6, count)
+            found = json.loads(next(Path(folder).rglob("profile_export_aiperf.json")).read_text())
+            expect(found["request_count"]["avg"] == 6, found["request_count"])
+            agrees(url, before, *(found[kind]["sum"] for kind in ("input_sequence_length", "output_sequence_length")))
 
     return "aiperf", {
         "completions": lambda: run("completions"),
         "completions, stream": lambda: run("completions", "--streaming"),
         "chat": lambda: run("chat"),
         "chat, stream": lambda: run("chat", "--streaming"),
+    }
+
+
+def evalscope(url, tokenizer):
+    def run(path):
+        with tempfile.TemporaryDirectory() as folder:
+            before = counted(url)
+            _run(
+                *("evalscope", "perf", "--url", f"{url}/v1/{path}", "--api", "openai", "--model", MODEL),
+                *("--tokenizer-path", tokenizer, "--dataset", "random", "--parallel", "2", "--number", "6"),
+                *("--min-prompt-length", "32", "--max-prompt-length", "48", "--max-tokens", "8"),
+                *("--extra-args", '{"ignore_eos": true}', "--no-test-connection", "--outputs-dir", folder),
+            )
+            found = json.loads(next(Path(folder).rglob("benchmark_summary.json")).read_text())
+            expect(found["Success Requests"] == 6, found)
+            agrees(url, before, *(round(6 * found[f"Avg {kind} Tokens"]) for kind in ("Input", "Output")))
+
+    return "evalscope", {path: (lambda path=path: run(path)) for path in ("completions", "chat/completions")}
+
+
+def inference_perf(url, tokenizer):
+    def run():
+        with tempfile.TemporaryDirectory() as folder:
+            before = counted(url)
+            size = "{min: 32, max: 32, mean: 32, std_dev: 0, total_count: 6}"
+            config = Path(folder, "config.yml")
+            config.write_text(
+                "load: {type: constant, stages: [{rate: 2, duration: 3}], num_workers: 1}\n"
+                "api: {type: completion, streaming: true}\n"
+                f"server: {{type: vllm, model_name: {MODEL}, base_url: '{url}', ignore_eos: true}}\n"
+                f"tokenizer: {{pretrained_model_name_or_path: {tokenizer}}}\n"
+                f"data: {{type: random, input_distribution: {size}, output_distribution: {size}}}\n"
+                "report: {request_lifecycle: {summary: true}}\n"
+                f"storage: {{local_storage: {{path: {folder}}}}}\n"
+            )
+            _run("inference-perf", "--config_file", config)
+            found = json.loads(Path(folder, "summary_lifecycle_metrics.json").read_text())
+            expect((found["successes"]["count"], found["failures"]["count"]) == (6, 0), found["failures"])
+            agrees(url, before, 6 * 32, 6 * 32)
+
+    return "inference-perf", {"completions, stream": run}
+
+
+def inspect_ai(url):
+    library = importlib.import_module("inspect_ai")
+    of_model, util = map(importlib.import_module, ("inspect_ai.model", "inspect_ai.util"))
+    solver, tool = map(importlib.import_module, ("inspect_ai.solver", "inspect_ai.tool"))
+
+    @tool.tool
+    def weather():
+        async def execute(city: Literal["Rome", "Oslo"]) -> str:
+            """The weather of a city.
+
+            Args:
+                city: The city.
+            """
+            return f"{city}: sunny"
+
+        return execute
+
+    def run(*before, **options):
+        model = of_model.get_model(f"openai-api/baton/{MODEL}", base_url=f"{url}/v1", api_key=KEY)
+        task = library.Task([library.dataset.Sample("Hello")], solver=[*before, solver.generate(tool_calls="none")])
+        with tempfile.TemporaryDirectory() as folder:
+            (log,) = library.eval(task, model, max_tokens=100, display="none", log_dir=folder, **options)
+            expect(log.status == "success", log.error)
+            return log.samples[0].output
+
+    schema = of_model.ResponseSchema(name="report", json_schema=util.JSONSchema(**SCHEMA), strict=True)
+    return "inspect-ai", {
+        "text": lambda: expect(run().completion, "no text"),
+        "logprobs": lambda: expect(run(logprobs=True, top_logprobs=2).choices[0].logprobs.content, "none"),
+        "JSON schema": lambda: fits(run(response_schema=schema).completion),
+        "forced tools": lambda: expect(
+            run(solver.use_tools(weather(), tool_choice="any"), parallel_tool_calls=False)
+            .message.tool_calls[0]
+            .arguments["city"],
+            "none",
+        ),
     }
 
 
@@ -514,7 +603,8 @@ def lm_eval(url, tokenizer):
 
 
 OF_OPENAI = (openai_python, openai_agents, langchain, llama_index, litellm, instructor, outlines, pydantic_ai)
-CLIENTS = {client.__name__: client for client in (*OF_OPENAI, anthropic_python, guidellm, aiperf, lm_eval)}
+TOOLS = (lm_eval, inspect_ai, guidellm, aiperf, evalscope, inference_perf)
+CLIENTS = {client.__name__: client for client in (*OF_OPENAI, anthropic_python, *TOOLS)}
 
 
 def main(url, client, *tokenizer):

@@ -1,6 +1,7 @@
 """Models, tokens, health and metrics over HTTP."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import grpc
@@ -89,6 +90,43 @@ async def test_what_is_known_of_the_tokenizer(tmp_path):
         about.write_text(text)
         with pytest.raises(ModelFileDamaged, match="not a JSON object"):
             ServedModel.from_directory("toy", tmp_path, weights="random")
+
+
+# What load generators send: `vllm bench serve` (openai, openai-chat), SGLang's bench_serving, guidellm, aiperf.
+LOADS = [
+    ("completions", {"prompt": "say", "max_tokens": 64, "repetition_penalty": 1.0, "logprobs": None}),
+    ("completions", {"prompt": "say", "max_tokens": 64, "ignore_eos": True, "best_of": 1, "temperature": 0.0}),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "say"}]}]}),
+    (
+        "chat/completions",
+        {"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "say"}], "max_tokens": 64},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), LOADS)
+async def test_what_a_load_generator_counts_is_what_the_metrics_count(path, body):
+    """Tokens by the usage, which comes alone and last; gaps by the pieces between."""
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    async with served() as (running, _):
+        sent = {"model": MODEL, **body, **more}
+        status, headers, text = await post(running.url, f"/v1/{path}", sent, "x-request-id: bench-1f-0")
+        assert (status, headers["x-request-id"]) == (200, "bench-1f-0")
+        *chunks, last, done = re.findall(r"data: (.+)\n\n", text.decode())
+        assert done == "[DONE]"
+        chunks, last = [json.loads(chunk) for chunk in chunks], json.loads(last)
+        assert all(len(chunk["choices"]) == 1 and not chunk["usage"] for chunk in chunks)
+        assert last["choices"] == []
+        metrics = running.router.metrics
+        counted = (metrics.total("prompt_tokens"), metrics.total("generation_tokens"))
+        assert counted == (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"])
+        pieces = [chunk["choices"][0] for chunk in chunks]
+        texts = [piece["delta"]["content"] if "delta" in piece else piece["text"] for piece in pieces]
+        if path == "chat/completions":
+            assert (texts.pop(0), pieces[0]["delta"]["role"]) == ("", "assistant")
+        assert all(texts), "a piece without text would count as a token"
+        num_gaps = metrics.registry.get_sample_value("baton_inter_token_latency_seconds_count")
+        assert num_gaps == len(texts) - 1
 
 
 async def test_health_and_metrics():
