@@ -81,9 +81,34 @@ def _checked(make: Callable[[], Model]) -> Model:
             raise _beyond(too_long) from None
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
-    shown = [f"{_path(problem['loc'])}{problem['msg']}"[:MAX_SHOWN_LEN] for problem in problems[:MAX_SHOWN_PROBLEMS]]
+    shown = [text[:MAX_SHOWN_LEN] for text in _told(problems[:MAX_SHOWN_PROBLEMS])]
     field = problems[0]["loc"][0] if problems[0]["loc"] else None
     raise InvalidRequest("; ".join(shown), **({} if field is None else {"field": str(field)}))
+
+
+def _told(problems: list[Any]) -> list[str]:
+    """Describe problems by field; of a field of several kinds, the one that is wrong deepest inside."""
+    by_field: dict[tuple[int | str, ...], list[Any]] = {}
+    for problem in problems:
+        loc = problem["loc"]
+        at = next((index for index, part in enumerate(loc) if _is_kind(part)), len(loc))
+        by_field.setdefault(loc[:at], []).append(problem)
+    told: dict[str, list[str]] = {}
+    for alike in by_field.values():
+        deepest = max(len(problem["loc"]) for problem in alike)
+        for problem in alike:
+            if len(problem["loc"]) == deepest:
+                told.setdefault(_path(problem["loc"]), []).append(problem["msg"])
+    return [path + _either(list(dict.fromkeys(messages))) for path, messages in told.items()]
+
+
+def _either(messages: list[str]) -> str:
+    return " or ".join([messages[0], *(message.removeprefix("Input should be ") for message in messages[1:])])
+
+
+def _is_kind(part: int | str) -> bool:
+    """Whether a part of a place is no field, but pydantic's name of one of the kinds that a field may be of."""
+    return isinstance(part, str) and (part.startswith("constrained-") or "[" in part)
 
 
 def _beyond(problem: Any) -> InvalidRequest:
@@ -106,7 +131,8 @@ def too_large(max_bytes: int) -> HttpRefusal:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    return ".".join(map(str, loc)) + ": " if loc else ""
+    path = ".".join(str(part) for part in loc if not _is_kind(part))
+    return f"{path}: " if path else ""
 
 
 _ONE_ANSWER = (None, 1)

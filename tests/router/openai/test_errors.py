@@ -7,9 +7,12 @@ import re
 import openai
 import pytest
 
-from baton.core.errors import BatonError, NoWorker, Overloaded, RequestDeadlineExceeded, WorkerLost
+from baton.core.errors import BatonError, InvalidRequest, NoWorker, Overloaded, RequestDeadlineExceeded, WorkerLost
 from baton.router.attempt.migration import MigrationConfig
 from baton.router.openai import reply as reply_module
+from baton.router.openai.body import as_model
+from baton.router.openai.chat_request import ChatRequest
+from baton.router.openai.completions import CompletionRequest
 from baton.router.openai.reply import error_data, error_headers
 from baton.tests.router.openai.served import MAX_MODEL_LEN, MODEL, sent_to, served
 
@@ -178,6 +181,29 @@ async def test_an_error_names_every_wrong_token_and_the_size_of_the_vocabulary()
         _, _, data = await post(running.url, FAR, CHAT | {"logit_bias": {"5000": 1}})
         size = re.search(r"which has (\d+)", data["error"]["message"])
         assert size and int(size[1]) < 5000
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages.0.content: Input should be a valid string or a valid list",
+        ),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages.0.content.0.text: Input should be a valid string",
+        ),
+        (CompletionRequest, {"prompt": {"a": 1}}, "prompt: Input should be a valid string or a valid list"),
+        (CompletionRequest, {"prompt": [["a"]]}, "prompt.0: Input should be a valid integer or a valid string"),
+    ],
+)
+async def test_of_a_field_of_several_kinds_the_error_names_them(kind, body, message):
+    with pytest.raises(InvalidRequest) as caught:
+        as_model(body, kind)
+    assert str(caught.value).startswith(message)
 
 
 async def test_an_unknown_path_names_the_one_that_was_meant():
