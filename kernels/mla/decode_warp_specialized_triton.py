@@ -204,24 +204,47 @@ def _base(most_R, factor):
 
 
 @gluon.jit
+def _weigh(
+    score_RT, highest_R, weights, maxima, ready, most_R, total_R, factor,
+    WHICH: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Weigh a tile for both warpgroups: its weights, by what sums before it fade, maxima and totals with it."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    new_R = gl.maximum(most_R, highest_R)
+    base_R = _base(new_R, factor)
+    weight_RT = gl.exp2(gl.fma(score_RT, gl.full([ROWS, TILE], factor, gl.float32, scores), -base_R[:, None]))
+    short_RT = weight_RT.to(weights[0].dtype)
+    weights[WHICH].store(short_RT)
+    maxima[WHICH].store(new_R)
+    fence_async_shared()
+    _barrier()
+    mbarrier.arrive(ready[WHICH], count=1)
+    fade_R = gl.exp2(most_R * factor - base_R)
+    return short_RT, fade_R, new_R, gl.fma(total_R, fade_R, gl.sum(weight_RT, axis=1))
+
+
+@gluon.jit
+def _fade(maxima_R, mixed_RH, most_R, total_R, factor, C: gl.constexpr, TILE: gl.constexpr):
+    """Sums, maxima and totals behind a tile that the other warpgroup weighs."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C // 2, 16])
+    new_R = maxima_R.load(gl.SliceLayout(1, scores))
+    fade_R = gl.exp2(most_R * factor - _base(new_R, factor))
+    total_R = total_R * fade_R
+    mixed_RH = mixed_RH * gl.convert_layout(fade_R, gl.SliceLayout(1, acc_layout))[:, None]
+    return mixed_RH, new_R, total_R
+
+
+@gluon.jit
 def _weigh_left(
     score_RT, latent_halves, weights, maxima, empty, ready, mixed_RH, most_R, total_R, factor,
     C: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Weigh a pair's first tile, and add its left half."""
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C // 2, 16])
-    new_R = gl.maximum(most_R, gl.max(score_RT, axis=1))
-    base_R = _base(new_R, factor)
-    weight_RT = gl.exp2(gl.fma(score_RT, gl.full([ROWS, TILE], factor, gl.float32, scores), -base_R[:, None]))
-    short_RT = weight_RT.to(weights[0].dtype)
-    weights[0].store(short_RT)
-    maxima[0].store(new_R)
-    fence_async_shared()
-    _barrier()
-    mbarrier.arrive(ready[0], count=1)
-    fade_R = gl.exp2(most_R * factor - base_R)
-    total_R = gl.fma(total_R, fade_R, gl.sum(weight_RT, axis=1))
+    short_RT, fade_R, new_R, total_R = _weigh(
+        score_RT, gl.max(score_RT, axis=1), weights, maxima, ready, most_R, total_R, factor, 0, TILE, ROWS
+    )
     mixed_RH = mixed_RH * gl.convert_layout(fade_R, gl.SliceLayout(1, acc_layout))[:, None]
     own_RT = gl.convert_layout(short_RT, gl.DotOperandLayout(0, acc_layout, 2))
     mixed_RH = warpgroup_mma(own_RT, latent_halves.index(0), mixed_RH, is_async=True)
@@ -237,13 +260,8 @@ def _mix_left(
     C: gl.constexpr, TILE: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Begin to add the left half of a pair's second tile, which the other warpgroup weighs."""
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C // 2, 16])
     mbarrier.wait(ready[1], parity)
-    new_R = maxima[1].load(gl.SliceLayout(1, scores))
-    fade_R = gl.exp2(most_R * factor - _base(new_R, factor))
-    total_R = total_R * fade_R
-    mixed_RH = mixed_RH * gl.convert_layout(fade_R, gl.SliceLayout(1, acc_layout))[:, None]
+    mixed_RH, new_R, total_R = _fade(maxima[1], mixed_RH, most_R, total_R, factor, C, TILE)
     for group in gl.static_range(GROUPS):  # they have arrived: it sees what the copies wrote
         mbarrier.wait(full[2 * GROUPS + 1 + group], parity)
     mixed_RH = warpgroup_mma(weights[1], latent_halves.index(2), mixed_RH, is_async=True)
@@ -295,7 +313,6 @@ def _step_right(
     C: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
     """What the right warpgroup does of a pair, or of a tile alone."""
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C // 2, 16])
     parity = pair & 1
     if not ALONE:
@@ -305,26 +322,14 @@ def _step_right(
         )  # fmt: skip
         highest_R = gl.max(score_RT, axis=1)
     mbarrier.wait(ready[0], parity)
-    new_R = maxima[0].load(gl.SliceLayout(1, scores))
-    fade_R = gl.exp2(most_R * factor - _base(new_R, factor))
-    total_R = total_R * fade_R
-    mixed_RH = mixed_RH * gl.convert_layout(fade_R, gl.SliceLayout(1, acc_layout))[:, None]
+    mixed_RH, new_R, total_R = _fade(maxima[0], mixed_RH, most_R, total_R, factor, C, TILE)
     for group in gl.static_range(GROUPS):
         mbarrier.wait(full[GROUPS + group], parity)
     mixed_RH = warpgroup_mma(weights[0], latent_halves.index(1), mixed_RH, is_async=True)
     if not ALONE:
-        most_R = new_R
-        new_R = gl.maximum(most_R, highest_R)
-        base_R = _base(new_R, factor)
-        weight_RT = gl.exp2(gl.fma(score_RT, gl.full([ROWS, TILE], factor, gl.float32, scores), -base_R[:, None]))
-        short_RT = weight_RT.to(weights[0].dtype)
-        weights[1].store(short_RT)
-        maxima[1].store(new_R)
-        fence_async_shared()
-        _barrier()
-        mbarrier.arrive(ready[1], count=1)
-        fade_R = gl.exp2(most_R * factor - base_R)
-        total_R = gl.fma(total_R, fade_R, gl.sum(weight_RT, axis=1))
+        short_RT, fade_R, new_R, total_R = _weigh(
+            score_RT, highest_R, weights, maxima, ready, new_R, total_R, factor, 1, TILE, ROWS
+        )
     mixed_RH = warpgroup_mma_wait(0, deps=[mixed_RH])
     _barrier()
     mbarrier.arrive(empty[_RIGHT], count=1)

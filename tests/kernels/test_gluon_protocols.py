@@ -304,9 +304,10 @@ LATENT_FAULTS = {
     ),
     "the second tile is given back beside its matmul": ("warpgroup_mma_wait(1", "warpgroup_mma_wait(2"),
     "weights are ready before they are stored": (
-        "    weights[0].store(short_RT)\n", "    mbarrier.arrive(ready[0], count=1)\n    weights[0].store(short_RT)\n",
+        "    weights[WHICH].store(short_RT)\n",
+        "    mbarrier.arrive(ready[WHICH], count=1)\n    weights[WHICH].store(short_RT)\n",
     ),
-    "no fence after the weights": ("[0].store(new_R)\n    fence_async_shared()\n", "[0].store(new_R)\n"),
+    "no fence after the weights": ("].store(new_R)\n    fence_async_shared()\n", "].store(new_R)\n"),
     "no fence after the end is cleared": ("_like(part_TE)))\n    fence_async_shared()\n", "_like(part_TE)))\n"),
     "the end is cleared before all of it is there": (
         "wait(full[tile + group], parity)\n        _clear", "wait(full[tile], parity)\n        _clear"
