@@ -68,9 +68,8 @@ def _tokenizer_config(directory: Path) -> dict[str, Any]:
     config = {}
     if path.is_file():
         try:
-            config = json.loads(
-                path.read_text(encoding="utf-8"), parse_constant=lambda _: None
-            )  # no NaN in JSON output
+            # no NaN in JSON output
+            config = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
         except (OSError, ValueError, RecursionError) as error:
             raise ModelFileDamaged(f"{path} is not a JSON object: {error}", path=str(path)) from error
         if not isinstance(config, dict):

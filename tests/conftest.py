@@ -75,7 +75,10 @@ def _compiled(expression):
 
 
 def _marks_a_case(mark):
-    return mark.name == "parametrize" and any(getattr(case, "marks", ()) for case in mark.args[1])
+    if mark.name != "parametrize":
+        return False
+    cases = mark.args[1] if len(mark.args) > 1 else mark.kwargs["argvalues"]
+    return any(getattr(case, "marks", ()) for case in cases)
 
 
 @functools.cache

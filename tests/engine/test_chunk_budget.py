@@ -142,13 +142,14 @@ def test_a_long_queue_of_prompts_gets_larger_chunks_and_leaves_the_length_that_f
     assert device.budget.length(ROWS, 1) == pytest.approx(fits, rel=0.01)
 
 
-@pytest.mark.parametrize("num_waiting", [1_000, 50_000, 60_000])
+@pytest.mark.parametrize("num_waiting", [1_000, 50_000, 60_000, 90_000, 500_000])
 def test_a_queue_is_computed_within_so_many_steps(num_waiting):
     device = Device(0.010, 0.001)
     fits = device.run(200)
-    for first_len, late, num_steps in ((0, 0, DRAIN_STEPS), (5, 1_000, 2 * DRAIN_STEPS), (5, 40_000, 2 * DRAIN_STEPS)):
-        left = num_waiting
-        for step in range(100):
+    for first_len, late in ((0, 0), (5, 1_000), (5, 40_000)):
+        left, at_once = num_waiting, max(DRAIN_STEPS, (num_waiting + late) / (LARGEST * 4096) + 1)
+        num_steps = at_once + (DRAIN_STEPS if late else 0)
+        for step in range(1000):
             if step == first_len:
                 left += late
             length = device.budget.length(ROWS, left)
