@@ -175,7 +175,7 @@ def _check_delta_net(ops: Ops, sizes: tuple[int, int, int], dtype: torch.dtype, 
     )
     parts = [_values((length, *shape), dtype, device) for shape in shapes]
     weights = DeltaWeights(
-        conv_HXW=_values((1, conv_len(*sizes), num_taps), wide, device),
+        conv_HWX=_values((1, num_taps, conv_len(*sizes)), wide, device),
         a_log_HG=_values((1, num_values), wide, device),
         dt_bias_HG=_values((1, num_values), wide, device),
         norm_V=_values((value_dim,), wide, device),

@@ -47,8 +47,9 @@ class DeltaNet(StateMixer):
         a_log_HG, dt_bias_HG = (
             source.take_wide(f"{prefix}.{name}").unflatten(0, (-1, sizes.num_values)) for name in ("A_log", "dt_bias")
         )
+        conv_XW = source.take_wide(*(f"{prefix}.conv1d[{part}].weight" for part in "qkv"))[:, 0]
         self.weights = DeltaWeights(
-            conv_HXW=self._by_key_head(source.take_wide(*(f"{prefix}.conv1d[{part}].weight" for part in "qkv"))[:, 0]),
+            conv_HWX=self._by_key_head(conv_XW).mT.contiguous(),
             a_log_HG=a_log_HG,
             dt_bias_HG=dt_bias_HG,
             norm_V=source.take_wide(f"{prefix}.norm.weight"),
@@ -76,16 +77,16 @@ class DeltaNet(StateMixer):
         """The tensors of this layer alone that `carry` needs: what its sequences keep, of all slots, and weights."""
         conv_NHRX, tail_NHRY, state_NHRZ = (pool.blocks(layer)[:, :, 0] for layer in self.pool_layers)
         weights = self.weights
-        own = weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG, weights.norm_V
+        own = weights.conv_HWX, weights.a_log_HG, weights.dt_bias_HG, weights.norm_V
         return conv_NHRX, tail_NHRY, state_NHRZ[:, :, 0], *own
 
     def carry(
         self, read: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...], rows: tuple[StateRows, ...]
     ) -> torch.Tensor:
         """Carry the rows into their sequences' states -> [T, H G V]. Never waits for the device."""
-        conv_NHRX, tail_NHRY, state_NHZ, conv_HXW, a_log_HG, dt_bias_HG, norm_V = stored
+        conv_NHRX, tail_NHRY, state_NHZ, conv_HWX, a_log_HG, dt_bias_HG, norm_V = stored
         weights = DeltaWeights(
-            conv_HXW=conv_HXW, a_log_HG=a_log_HG, dt_bias_HG=dt_bias_HG, norm_V=norm_V, eps=self.weights.eps
+            conv_HWX=conv_HWX, a_log_HG=a_log_HG, dt_bias_HG=dt_bias_HG, norm_V=norm_V, eps=self.weights.eps
         )
         kept = DeltaKept(conv_NHRX, DeltaState(tail_NHRY, state_NHZ))
         return self._ops.delta_layer(self._projected(*read), weights, kept, rows)

@@ -224,7 +224,7 @@ def _delta_nets(device: torch.device) -> Iterator[tuple[str, str, Call]]:
         a_THG=_bfloat16(device, 64, 2, 2),
     )
     weights = DeltaWeights(
-        conv_HXW=torch.ones(2, conv_len(*sizes), 4, device=device),
+        conv_HWX=torch.ones(2, 4, conv_len(*sizes), device=device),
         a_log_HG=torch.ones(2, 2, device=device),
         dt_bias_HG=torch.ones(2, 2, device=device),
         norm_V=torch.ones(128, device=device),

@@ -49,7 +49,7 @@ def _layer(
         a_THG=a_TX.unflatten(1, (num_heads, -1)),
     )
     weights = DeltaWeights(
-        conv_HXW=torch.randn(num_heads, conv_len(*sizes), _TAPS, device=device),
+        conv_HWX=torch.randn(num_heads, _TAPS, conv_len(*sizes), device=device),
         a_log_HG=torch.randn(num_heads, num_values, device=device) - 1,
         dt_bias_HG=torch.randn(num_heads, num_values, device=device) - 2,
         norm_V=torch.randn(_DIM, device=device),

@@ -61,7 +61,7 @@ def _convolved(x, row_stride, ring, weight, row, first, its_C, is_C, X: tl.const
             seen_C = tl.where(at >= 0, own_C, kept_C).to(tl.float32)
         else:
             seen_C = own_C.to(tl.float32)
-        sum_C += seen_C * tl.load(weight + its_C * W + tap, mask=is_C, other=0.0)
+        sum_C += seen_C * tl.load(weight + tap * X + its_C, mask=is_C, other=0.0)
     return sum_C / (1.0 + tl.exp(-sum_C)), own_C
 
 
@@ -142,10 +142,10 @@ def _conv_kernel(
         # all that a row takes is on its way before anything is written
         is_own = row >= own_begin
         is_K, is_own_K, is_own_GV = its_K >= 0, is_own & (its_K >= 0), is_own & is_GV
-        key_K, key_in_K = _convolved(key, key_row, ring + K, weight + K * W, row, first, its_K, is_K, X, W, CONV_RING)
+        key_K, key_in_K = _convolved(key, key_row, ring + K, weight + K, row, first, its_K, is_K, X, W, CONV_RING)
         query_K, query_in_K = _convolved(query, query_row, ring, weight, row, first, its_K, is_own_K, X, W, CONV_RING)
         value_GV, value_in_GV = _convolved(
-            value, value_row, ring + 2 * K, weight + 2 * K * W, row, first, its_GV, is_own_GV, X, W, CONV_RING
+            value, value_row, ring + 2 * K, weight + 2 * K, row, first, its_GV, is_own_GV, X, W, CONV_RING
         )
         b_G = tl.load(b + row * b_row + its_G, mask=is_G, other=0.0).to(tl.float32)
         a_G = tl.load(a + row * a_row + its_G, mask=is_G, other=0.0).to(tl.float32) + bias_G
@@ -286,7 +286,7 @@ def launch(
 
     Args:
         inputs: query [T, H, K], key [T, H, K], value [T, H, G V], b and a [T, H, G].
-        weights: the convolution's [H, X, W], a_log and dt_bias [H, G].
+        weights: the convolution's [H, W, X], a_log and dt_bias [H, G].
         conv_NHRX: the ring; read, and written if rows decode.
         kept: the recurrence's ring, the same; of states the number behind them is read and written.
         rows: where they stand.
@@ -303,7 +303,7 @@ def launch(
     begun_BH = torch.empty(num_sequences, num_heads, dtype=torch.int32, device=conv_NHRX.device)
     tail_NHRY, state_NHZ = kept.tail_NHRY, kept.state_NHZ
     sizes = (
-        inputs[0].shape[2], value_dim, num_values, weights[0].shape[2], conv_NHRX.shape[2], *tail_NHRY.shape[2:]
+        inputs[0].shape[2], value_dim, num_values, weights[0].shape[1], conv_NHRX.shape[2], *tail_NHRY.shape[2:]
     )  # fmt: skip
     where = rows.positions_B, rows.counts_B, rows.slots_B
     arguments = (

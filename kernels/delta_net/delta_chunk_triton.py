@@ -82,8 +82,8 @@ def _kept(ring, row, first, its_I, its_X, step: tl.constexpr, X: tl.constexpr, W
 
 
 @triton.jit
-def _tap(weight_XT, its_T, tap: tl.constexpr):
-    return tl.sum(tl.where((its_T == tap)[None, :], weight_XT, 0.0), axis=1)[None, :]
+def _tap(weight, its_X, tap: tl.constexpr, X: tl.constexpr, W: tl.constexpr):
+    return tl.load(weight + tap * X + its_X, mask=(tap < W) & (its_X >= 0), other=0.0)[None, :]
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _put(x_IX, to, old, row, first, its_I, its_X, is_first, at: tl.constexpr, RI
 
 @triton.jit
 def _convolve(x, row_stride, ring, weight, old, to, row, first, count, its_I, its_X, is_first, X: tl.constexpr,
-              W: tl.constexpr, WP: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr,
+              W: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr,
               NORM: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Silu of the sum over the taps, L2-normed if NORM; channels X of a block's rows from `row` on.
 
@@ -122,8 +122,8 @@ def _convolve(x, row_stride, ring, weight, old, to, row, first, count, its_I, it
     of this chunk are zeros, and what is made of such rows any numbers.
     """
     # all is on its way before anything is waited for
-    its_T = tl.arange(0, WP)
-    weight_XT = tl.load(weight + its_X[:, None] * W + its_T[None, :], mask=(its_T < W)[None, :], other=0.0)
+    a_X, b_X, c_X = _tap(weight, its_X, 0, X, W), _tap(weight, its_X, 1, X, W), _tap(weight, its_X, 2, X, W)
+    d_X, e_X = _tap(weight, its_X, 3, X, W), _tap(weight, its_X, 4, X, W)
     a_IX = _seen(x, row_stride, row, count, its_I, its_X, 0, W)
     b_IX = _seen(x, row_stride, row, count, its_I, its_X, 1, W)
     c_IX = _seen(x, row_stride, row, count, its_I, its_X, 2, W)
@@ -141,8 +141,6 @@ def _convolve(x, row_stride, ring, weight, old, to, row, first, count, its_I, it
         f_IX += _kept(ring, row, first, its_I, its_X, 5, X, W, CONV_RING)
         g_IX += _kept(ring, row, first, its_I, its_X, 6, X, W, CONV_RING)
         h_IX += _kept(ring, row, first, its_I, its_X, 7, X, W, CONV_RING)
-    a_X, b_X, c_X = _tap(weight_XT, its_T, 0), _tap(weight_XT, its_T, 1), _tap(weight_XT, its_T, 2)
-    d_X, e_X = _tap(weight_XT, its_T, 3), _tap(weight_XT, its_T, 4)
     out_IX = _silu_of_sum(a_IX, b_IX, c_IX, d_IX, e_IX, a_X, b_X, c_X, d_X, e_X, W, PTX)
     _put(out_IX, to, old, row, first, its_I, its_X, is_first, 0, RING, Y, NORM, SCALE)
     out_IX = _silu_of_sum(b_IX, c_IX, d_IX, e_IX, f_IX, a_X, b_X, c_X, d_X, e_X, W, PTX)
@@ -165,7 +163,7 @@ def _convolve_kernel(
     position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
     num_rows: tl.int32, num_blocks: tl.int32,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr,
-    WP: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr,
+    C: tl.constexpr, TILE: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr,
     PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program has the queries, the keys or the values of one head; that of the keys has the gates of all."""
@@ -199,12 +197,12 @@ def _convolve_kernel(
         if what == 0:
             _convolve(
                 query + row0 * query_row + head * query_head, query_row, ring, weight, tail, made,
-                row, first, count, its_I, its_K, is_first, X, W, WP, CONV_RING, RING, Y, True, 1.0 / K**0.5, PTX,
+                row, first, count, its_I, its_K, is_first, X, W, CONV_RING, RING, Y, True, 1.0 / K**0.5, PTX,
             )  # fmt: skip
         elif what == 1:
             _convolve(
-                key + row0 * key_row + head * key_head, key_row, ring + K, weight + K * W, tail, made + C * K,
-                row, first, count, its_I, its_K, is_first, X, W, WP, CONV_RING, RING, Y, True, 1.0, PTX,
+                key + row0 * key_row + head * key_head, key_row, ring + K, weight + K, tail, made + C * K,
+                row, first, count, its_I, its_K, is_first, X, W, CONV_RING, RING, Y, True, 1.0, PTX,
             )  # fmt: skip
             b += (row0 + row) * b_row + head * b_head
             a += (row0 + row) * a_row + head * a_head
@@ -233,9 +231,9 @@ def _convolve_kernel(
             g = what - 2
             of = 2 * K + g * V
             _convolve(
-                value + row0 * value_row + head * value_head + g * V, value_row, ring + of, weight + of * W,
+                value + row0 * value_row + head * value_head + g * V, value_row, ring + of, weight + of,
                 tail + K + g * V, made + (2 * C * K + g * OWN + C * K),
-                row, first, count, its_I, its_V, is_first, X, W, WP, CONV_RING, RING, Y, False, 1.0, PTX,
+                row, first, count, its_I, its_V, is_first, X, W, CONV_RING, RING, Y, False, 1.0, PTX,
             )  # fmt: skip
 
 
@@ -431,9 +429,8 @@ def constants_of(
     columns = min(_COLUMNS, value_dim)
     stage_bytes = BLOCK * (2 * key_dim + columns) * (4 if dtype == torch.float32 else 2)
     num_stages = min(max(_STAGES_BYTES // stage_bytes, 1), _NUM_STAGES) if early else 1
-    padded = {"GP": triton.next_power_of_2(num_values), "WP": triton.next_power_of_2(num_taps)}
     return (
-        sizes | rings | padded | {"PTX": early},
+        sizes | rings | {"GP": triton.next_power_of_2(num_values), "PTX": early},
         sizes | {"LEVELS": BLOCK.bit_length() - 1, "PRECISION": precision, "PTX": early},
         sizes | rings | {"BV": columns, "STAGES": num_stages, "PRECISION": precision},
         sizes | {"PRECISION": precision, "PTX": early},
@@ -484,7 +481,7 @@ def launch(
     begun_BH = torch.empty(num_sequences, num_heads, dtype=torch.int32, device=device)
     tail_NHRY, state_NHZ = kept.tail_NHRY, kept.state_NHZ
     sizes = (
-        num_heads, key_dim, value_dim, num_values, weights[0].shape[2], conv_NHRX.shape[2], *tail_NHRY.shape[2:]
+        num_heads, key_dim, value_dim, num_values, weights[0].shape[1], conv_NHRX.shape[2], *tail_NHRY.shape[2:]
     )  # fmt: skip
     of_convolve, of_solve, of_walk, of_output = _constants(sizes, device, dtype)
     where = rows.positions_B, rows.counts_B, rows.slots_B

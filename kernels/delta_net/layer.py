@@ -46,7 +46,7 @@ class DeltaProjected:
 class DeltaWeights:
     """A layer's weights, in the wide dtype, contiguous."""
 
-    conv_HXW: torch.Tensor
+    conv_HWX: torch.Tensor
     a_log_HG: torch.Tensor
     dt_bias_HG: torch.Tensor
     norm_V: torch.Tensor
@@ -95,7 +95,7 @@ def delta_layer(
     num_missing = num_tokens - sum(len(some.positions_B) * some.num_rows for some in rows)
     key = (
         *(open_signature(part) for part in parts), all(len(part) == num_tokens for part in parts), num_missing,
-        *(signature(weight) for weight in (weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG, weights.norm_V)),
+        *(signature(weight) for weight in (weights.conv_HWX, weights.a_log_HG, weights.dt_bias_HG, weights.norm_V)),
         *(signature(kept_part) for kept_part in (kept.conv_NHRX, kept.state.tail_NHRY, kept.state.state_NHZ)),
         frozenset(_form(some) for some in rows),
         max((some.num_rows for some in rows if some.start is None), default=0), implementation,
@@ -112,7 +112,7 @@ def delta_layer(
     num_values, value_dim = x.z_THGV.shape[2:]
     out_TX = torch.empty(num_tokens, num_heads * num_values * value_dim, dtype=x.z_THGV.dtype, device=x.z_THGV.device)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": out_TX.device}
-    of_weights = weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG
+    of_weights = weights.conv_HWX, weights.a_log_HG, weights.dt_bias_HG
     for some in rows:
         cut = slice(some.first_row, some.stop_row)
         inputs = x.query_THK[cut], x.key_THK[cut], x.value_THX[cut], x.b_THG[cut], x.a_THG[cut]
@@ -128,7 +128,7 @@ def delta_layer(
             begun_BH = causal_conv_triton.launch(inputs, of_weights, kept.conv_NHRX, kept.state, some, step, value_dim)
             delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV, key_dim)
             if some.start is not None:
-                num_taps = weights.conv_HXW.shape[2]
+                num_taps = weights.conv_HWX.shape[1]
                 causal_conv_triton.launch_keep(inputs, kept.conv_NHRX, kept.state.tail_NHRY, some, step, num_taps)
             delta_net_triton.launch_norm(out_THGV, *gated, out_TX[cut])
         if some.keep_in is not None:
@@ -143,7 +143,7 @@ def _reference(
     found = []
     for some in rows:
         cut, shape = slice(some.first_row, some.stop_row), (len(some.positions_B), some.num_rows)
-        conv_BLHX = causal_conv(mixed_THX[cut].unflatten(0, shape), weights.conv_HXW, kept.conv_NHRX, some)
+        conv_BLHX = causal_conv(mixed_THX[cut].unflatten(0, shape), weights.conv_HWX, kept.conv_NHRX, some)
         gates = x.b_THG[cut].unflatten(0, shape), x.a_THG[cut].unflatten(0, shape)
         made = delta_rows(conv_BLHX, gates, weights.a_log_HG, weights.dt_bias_HG, x.query_THK.shape[2])
         found.append(delta_net(made, kept.state, some, invariant=invariant).flatten(0, 1))
@@ -192,10 +192,10 @@ def _check(
         require_tensor(name, tensor, shape, dtypes, device)
         require(tensor.dtype == x.query_THK.dtype, name, f"is {tensor.dtype}, not {x.query_THK.dtype}")
         require_rows(name, tensor)
-    num_taps = weights.conv_HXW.shape[-1]
-    require(2 <= num_taps <= MAX_TAPS, "conv_HXW", f"sees {num_taps} positions, not 2 to {MAX_TAPS}")
+    num_taps = weights.conv_HWX.shape[1]
+    require(2 <= num_taps <= MAX_TAPS, "conv_HWX", f"sees {num_taps} positions, not 2 to {MAX_TAPS}")
     for name, tensor, shape in (
-        ("conv_HXW", weights.conv_HXW, [num_heads, num_channels, num_taps]),
+        ("conv_HWX", weights.conv_HWX, [num_heads, num_taps, num_channels]),
         ("a_log_HG", weights.a_log_HG, [num_heads, num_values]),
         ("dt_bias_HG", weights.dt_bias_HG, [num_heads, num_values]),
         ("norm_V", weights.norm_V, [value_dim]),

@@ -41,7 +41,7 @@ class Layer:
         )  # fmt: skip
         self.invariant = invariant
         self.weights = DeltaWeights(
-            conv_HXW=draw(num_heads, conv_len(*sizes), 4) / 2, a_log_HG=draw(num_heads, num_values) - 1,
+            conv_HWX=draw(num_heads, 4, conv_len(*sizes)) / 2, a_log_HG=draw(num_heads, num_values) - 1,
             dt_bias_HG=draw(num_heads, num_values) - 2, norm_V=draw(DIM), eps=1e-6,
         )  # fmt: skip
         nan = float("nan")

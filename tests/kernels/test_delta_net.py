@@ -38,7 +38,7 @@ class Layer:
             return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
         self.dtype, self.scratch = dtype, num_slots
-        self.weight_HXW = draw(HEADS, CHANNELS, TAPS)
+        self.weight_HWX = draw(HEADS, TAPS, CHANNELS)
         self.a_log_HG, self.dt_bias_HG = draw(HEADS, VALUES) - 1, draw(HEADS, VALUES) - 2  # it forgets slowly
         self.conv_NHRX = torch.full((num_slots + 1, HEADS, CONV_RING, CHANNELS), float("nan"), dtype=dtype)
         tail = torch.full((num_slots + 1, HEADS, RING, tail_len(KEY, VALUE, VALUES)), float("nan"), dtype=dtype)
@@ -48,7 +48,7 @@ class Layer:
     def run(self, inputs, rows):
         """Outputs [B, L, H, G, V] of inputs [B, L, ...]."""
         x_BLHX, b_BLHG, a_BLHG = inputs
-        mixed_BLHX = causal_conv(x_BLHX, self.weight_HXW, self.conv_NHRX, rows)
+        mixed_BLHX = causal_conv(x_BLHX, self.weight_HWX, self.conv_NHRX, rows)
         made = delta_rows(mixed_BLHX, (b_BLHG, a_BLHG), self.a_log_HG, self.dt_bias_HG, KEY)
         return delta_net(made, self.kept, rows)
 
@@ -110,7 +110,7 @@ def test_it_is_transformers(form, dtype, tolerance, plain):
     layer = Layer(dtype)
     x_LHX, b_LHG, a_LHG = inputs
     # transformers has all queries first, then all keys, then all values.
-    weight_XW = layer.weight_HXW.flatten(0, 1)
+    weight_XW = layer.weight_HWX.mT.flatten(0, 1)
     mixed = torch.nn.functional.conv1d(
         x_LHX.flatten(1).T[None], weight_XW[:, None], padding=TAPS - 1, groups=len(weight_XW)
     )[0, :, :LENGTH].T.unflatten(1, (HEADS, CHANNELS))

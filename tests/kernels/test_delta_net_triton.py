@@ -37,7 +37,7 @@ class Layer:
         self.form, self.dtype, self.sizes, self.invariant = form, dtype, (num_values, value_dim), invariant
         self.channels = 2 * KEY + num_values * value_dim
         self.weights = DeltaWeights(
-            conv_HXW=draw(HEADS, self.channels, num_taps), a_log_HG=draw(HEADS, num_values) - 1,
+            conv_HWX=draw(HEADS, num_taps, self.channels), a_log_HG=draw(HEADS, num_values) - 1,
             dt_bias_HG=draw(HEADS, num_values) - 2, norm_V=draw(value_dim), eps=1e-6,
         )  # fmt: skip
         sizes = KEY, value_dim, num_values
@@ -444,7 +444,7 @@ def test_a_kept_decision_lets_no_wrong_argument_pass():
     weights, kept = layer.weights, layer.kept
     wrong = [
         (replace(weights, **{name: bent}), kept, rows)
-        for name in ("conv_HXW", "a_log_HG", "dt_bias_HG", "norm_V")
+        for name in ("conv_HWX", "a_log_HG", "dt_bias_HG", "norm_V")
         for right in [getattr(weights, name)]
         for bent in (right.bfloat16(), right[:1], torch.stack([right, right], dim=-1)[..., 0])
     ]
