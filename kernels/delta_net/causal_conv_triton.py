@@ -9,6 +9,12 @@ code and with the same bits: a step waits for memory once, and not once a row. W
 head, are its factors: how much of each earlier u it takes away from v, how much of each u it sees, g, beta, and how
 much of the state is left (e to the sum of the tile's g).
 
+It is short of registers and of instructions, not of bandwidth: a program is one warp, and the more of them are under
+way, the less each waits alone. So a tile's keys lie in it as its loads have them, in parts of 32 channels: 8 threads
+have a part of a row, and a product of two rows is a sum over 8 threads, not over 32. A row's own key and query reach
+all threads by way of `made`, which they are written to anyway. Programs of a step whose rows are apart write the keys
+of those before their own there, too: the same bits. Taps of four channels are read by 16 bytes.
+
 The first program of a sequence looks at the number behind the state, which says how many tiles are in it, tells the
 recurrence by `begun` what it finds there, and writes the number that holds after the step. So the recurrence, where
 many programs share that number, neither reads nor writes it. `begun` is STORED: the state is that of the tile the step
@@ -21,7 +27,8 @@ begins there ends before it comes round. Rows of a chunk may come round: they ar
 the recurrence.
 
 Shapes: K and V sizes of heads, G value heads of a key head (GP padded), W taps, C rows of a tile, F factors of a row,
-X channels, RING rows of a ring, Y elements of a row of the recurrence's.
+X channels, RING rows of a ring, Y elements of a row of the recurrence's, E pairs of a value head and a row of a tile.
+A vector of K is in J parts of P; a tile's keys are R J parts [L, P], of which part r J + j has rows R l + r.
 """
 
 import functools
@@ -36,33 +43,108 @@ from baton.kernels.delta_net.rows import UNSPECIALIZED, StateRows
 from baton.kernels.delta_net.sizes import CONV_RING, RING, TILE, tail_len
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.pointwise.silu_mul_triton import silu
+from baton.kernels.prefetch_triton import prefetch_vector
 from baton.kernels.variant import Variant
 
 FACTORS = 2 * TILE + 4  # of a row and value head: TILE of u taken away, TILE of u seen, g, beta, what is left; padding
 STORED, BEHIND, NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _CHANNELS = 512  # that a warp has room for; measured: more warps wait for each other, and fewer programs are under way
+_REGISTERS = 168  # of a thread where a program is one warp: 12 are under way on a multiprocessor, and nothing spills
 _MAX_APART = 64  # decode rows, each a program of its own; measured: with more, keys that are made again cost more
 _L2_EPS = tl.constexpr(1e-6)
 _SOFTPLUS_LINEAR = tl.constexpr(20.0)  # from here on softplus is its argument
 
 
 @triton.jit
-def _convolved(x, row_stride, ring, weight, row, first, its_C, is_C, X: tl.constexpr, W: tl.constexpr,
-               RING: tl.constexpr):  # fmt: skip
-    """Silu of the sum over the taps, in float32, of channels C behind the pointers; and the row itself."""
-    sum_C = tl.zeros(its_C.shape, tl.float32)
+def _mod(position, RING: tl.constexpr):
+    """Of a number that is not negative, which the compiler does not know."""
+    return (position.to(tl.uint32) % RING).to(tl.int32)
+
+
+@triton.jit
+def _seen(x, row_stride, ring, row, first, is_wanted, its_C, X: tl.constexpr, W: tl.constexpr, RING: tl.constexpr):
+    """Channels C of row `row` and the W - 1 before it, of this step or from the ring; zeros before position 0."""
+    seen = ()
     for tap in tl.static_range(W):
         at = row - (W - 1) + tap
-        position = first + at
-        own_C = tl.load(x + at * row_stride + its_C, mask=is_C & (at >= 0), other=0.0)
-        if tap < W - 1:
-            is_kept = (at < 0) & (position >= 0)
-            kept_C = tl.load(ring + (position + RING) % RING * X + its_C, mask=is_C & is_kept, other=0.0)
-            seen_C = tl.where(at >= 0, own_C, kept_C).to(tl.float32)
-        else:
-            seen_C = own_C.to(tl.float32)
-        sum_C += seen_C * tl.load(weight + tap * X + its_C, mask=is_C, other=0.0)
-    return sum_C / (1.0 + tl.exp(-sum_C)), own_C
+        kept = ring + _mod(first + at + RING, RING) * X
+        its = tl.where(at >= 0, x + at * row_stride, kept) + its_C
+        is_C = is_wanted & (first + at >= 0) & (its_C >= 0)
+        seen = seen + (tl.load(its, mask=is_C, other=0.0),)  # noqa: RUF005
+    return seen
+
+
+@triton.jit
+def _values_seen(x, row_stride, ring, row, first, is_wanted, its_V, V: tl.constexpr, G: tl.constexpr, X: tl.constexpr,
+                 W: tl.constexpr, RING: tl.constexpr):  # fmt: skip
+    """The same of each value head."""
+    found = ()
+    for g in tl.static_range(G):
+        found = found + (_seen(x, row_stride, ring, row, first, is_wanted, g * V + its_V, X, W, RING),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _convolved(seen, weight, its_C, X: tl.constexpr, W: tl.constexpr, PTX: tl.constexpr):
+    """Silu of the sum over the taps, in float32, of channels C of W rows."""
+    sum_C = seen[0].to(tl.float32) * tl.load(weight + its_C)
+    for tap in tl.static_range(1, W):
+        sum_C += seen[tap].to(tl.float32) * tl.load(weight + tap * X + its_C)
+    return silu(sum_C, PTX)
+
+
+@triton.jit
+def _values_convolved(seen, weight, its_V, V: tl.constexpr, G: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
+                      PTX: tl.constexpr):  # fmt: skip
+    found = ()
+    for g in tl.static_range(G):
+        found = found + (_convolved(seen[g], weight, g * V + its_V, X, W, PTX),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _stored_keys(old, num_old, its_L, its_P, J: tl.constexpr, P: tl.constexpr, R: tl.constexpr, Y: tl.constexpr):
+    """Keys of a tile's first `num_old` rows, of steps before, in parts; of others, any numbers."""
+    keys = ()
+    for r in tl.static_range(R):
+        row_L = its_L * R + r
+        for j in tl.static_range(J):
+            at_LP = old + (its_L * (R * Y))[:, None] + its_P[None, :] + (r * Y + j * P)
+            keys = keys + (tl.load(at_LP, mask=(row_L < num_old)[:, None]),)  # noqa: RUF005
+    return keys
+
+
+@triton.jit
+def _spread(x, its_L, its_P, J: tl.constexpr, P: tl.constexpr):
+    """A vector that this program wrote, in parts, all of them for each of L; behind a barrier."""
+    found = ()
+    for j in tl.static_range(J):
+        found = found + (tl.load(x + (its_P + j * P)[None, :] + (its_L * 0)[:, None]),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _with_key(keys, own, at, its_L, J: tl.constexpr, R: tl.constexpr):
+    """A tile's keys with its row `at`, which is `own`."""
+    found = ()
+    for r in tl.static_range(R):
+        for j in tl.static_range(J):
+            found = found + (tl.where((its_L * R + r == at)[:, None], own[j], keys[r * J + j]),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _products(keys, x, C: tl.constexpr, J: tl.constexpr, R: tl.constexpr):
+    """Of each of a tile's keys with a vector, both in parts, [C]."""
+    tl.static_assert(R == 4)
+    found = ()
+    for r in tl.static_range(R):
+        sum_LP = keys[r * J] * x[0]
+        for j in tl.static_range(1, J):
+            sum_LP += keys[r * J + j] * x[j]
+        found = found + (tl.sum(sum_LP, axis=1),)  # noqa: RUF005
+    return tl.join(tl.join(found[0], found[2]), tl.join(found[1], found[3])).reshape(C)
 
 
 @triton.jit
@@ -104,14 +186,22 @@ def _conv_kernel(
     sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1)
     X: tl.constexpr = 2 * K + G * V
+    P: tl.constexpr = 32 if K > 32 else K
+    J: tl.constexpr = K // P
+    R: tl.constexpr = 4
     its_K, its_V, its_G, its_C = tl.arange(0, K), tl.arange(0, V), tl.arange(0, GP), tl.arange(0, C)
+    its_L, its_P, its_E = tl.arange(0, C // R), tl.arange(0, P), tl.arange(0, GP * C)
+    g_E, c_E = its_E // C, its_E % C
+    is_G, is_E = its_G < G, g_E < G
+    weight += head * (W * X)
     if EARLY:
+        prefetch_vector(weight, W * X)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    first = tl.load(positions + sequence * position_stride)
+    first = tl.load(positions + sequence * position_stride).to(tl.int32)
     count = tl.load(counts + sequence * count_stride).to(tl.int32)
     slot = tl.load(slots + sequence * slot_stride)
-    row0 = sequence.to(tl.int64) * num_rows
+    row0 = (sequence * num_rows).to(tl.int64)
     query += row0 * query_row + head * query_head
     key += row0 * key_row + head * key_head
     value += row0 * value_row + head * value_head
@@ -119,68 +209,74 @@ def _conv_kernel(
     a += row0 * a_row + head * a_head
     ring += slot * ring_slot + head * ring_head
     tail += slot * tail_slot + head * tail_head
-    weight += head * X * W
-    is_G = its_G < G
-    its_GV, is_GV = its_G[:, None] * V + its_V[None, :], is_G[:, None] & (its_V >= 0)[None, :]
     # rows of a program: those of a tile, or one of a step, before which it makes the keys of the tile's others
     own_begin = part * is_apart
     tile = tl.where(is_apart != 0, (first + own_begin) // C, first // C + part)
-    begin = tl.maximum(tile * C - first, 0).to(tl.int32)
-    stop = tl.minimum(tile * C + C - first, count).to(tl.int32)
+    begin = tl.maximum(tile * C - first, 0)
+    stop = tl.minimum(tile * C + C - first, count)
     stop = tl.where(is_apart != 0, tl.minimum(stop, own_begin + 1), stop)
-    rate_G = -tl.exp(tl.load(a_log + head * G + its_G, mask=is_G, other=0.0))
-    bias_G = tl.load(dt_bias + head * G + its_G, mask=is_G, other=0.0)
-    position_C = tile * C + its_C
-    is_old_C = (position_C < first) & (count > 0)
-    old_C = tail + position_C % RING * Y
-    key_CK = tl.load(old_C[:, None] + its_K[None, :], mask=is_old_C[:, None], other=0.0)
-    is_old_GC = is_G[:, None] & is_old_C[None, :]
-    decay_GC = tl.load(old_C[None, :] + (K + G * V) + its_G[:, None], mask=is_old_GC, other=0.0)
+    is_any = begin < stop
+    if (part > 0) & (begin >= stop):
+        return
+    # no row of a tile looks at keys behind it, so that these may be any numbers
+    old, num_old = tail + _mod(tile * C, RING) * Y, tl.where(is_any, first - tile * C, 0)
+    keys = _stored_keys(old, num_old, its_L, its_P, J, P, R, Y)
+    decay_E = tl.load(old + c_E * Y + (K + G * V) + g_E, mask=is_E & (c_E < num_old), other=0.0)
     folded = state + slot * state_slot + head * state_head + G * K * V
     num_folded = tl.load(folded, mask=part == 0, other=0.0)
     for row in range(begin, stop):
-        # all that a row takes is on its way before anything is written
         is_own = row >= own_begin
-        is_K, is_own_K, is_own_GV = its_K >= 0, is_own & (its_K >= 0), is_own & is_GV
-        key_K, key_in_K = _convolved(key, key_row, ring + K, weight + K, row, first, its_K, is_K, X, W, CONV_RING)
-        query_K, query_in_K = _convolved(query, query_row, ring, weight, row, first, its_K, is_own_K, X, W, CONV_RING)
-        value_GV, value_in_GV = _convolved(
-            value, value_row, ring + 2 * K, weight + 2 * K, row, first, its_GV, is_own_GV, X, W, CONV_RING
-        )
-        b_G = tl.load(b + row * b_row + its_G, mask=is_G, other=0.0).to(tl.float32)
-        a_G = tl.load(a + row * a_row + its_G, mask=is_G, other=0.0).to(tl.float32) + bias_G
-        decay_G = rate_G * softplus(a_G)
-        key_K = _l2_normed(key_K)
-        at = (first + row - tile * C).to(tl.int32)
-        key_CK = tl.where((its_C == at)[:, None], key_K[None, :], key_CK)
-        decay_GC = tl.where((its_C == at)[None, :], decay_G[:, None], decay_GC)
+        key_seen = _seen(key, key_row, ring + K, row, first, True, its_K, X, W, CONV_RING)
+        query_seen = _seen(query, query_row, ring, row, first, is_own, its_K, X, W, CONV_RING)
+        value_seen = _values_seen(
+            value, value_row, ring + 2 * K, row, first, is_own, its_V, V, G, X, W, CONV_RING
+        )  # fmt: skip
+        b_E = tl.load(b + row * b_row + g_E, mask=is_E, other=0.0)
+        a_E = tl.load(a + row * a_row + g_E, mask=is_E, other=0.0)
+        rate_E = tl.load(a_log + head * G + g_E, mask=is_E, other=0.0)
+        bias_E = tl.load(dt_bias + head * G + g_E, mask=is_E, other=0.0)
+        # all that a row takes is on its way before anything is waited for: the compiler moves no load over this
+        tl.debug_barrier()
+        at = first + row - tile * C
+        to = made + ((row0 + row) * num_heads + head) * X
+        own_E = -tl.exp(rate_E) * softplus(a_E.to(tl.float32) + bias_E)
+        decay_E = tl.where(c_E == at, own_E, decay_E)
+        key_K = _l2_normed(_convolved(key_seen, weight + K, its_K, X, W, EARLY))
+        # vectors reach the threads that multiply them by way of memory
+        tl.store(to + K + its_K, key_K)
         if is_own:
-            query_K = _l2_normed(query_K) * (1.0 / K**0.5)
-            beta_G = 1.0 / (1.0 + tl.exp(-b_G))
-            sum_GC = tl.cumsum(decay_GC, 1)
+            query_K = _l2_normed(_convolved(query_seen, weight, its_K, X, W, EARLY)) * (1.0 / K**0.5)
+            values = _values_convolved(value_seen, weight + 2 * K, its_V, V, G, X, W, EARLY)
+            tl.store(to + its_K, query_K)
+            for g in tl.static_range(G):
+                tl.store(to + (2 * K + g * V) + its_V, values[g])
+            tl.debug_barrier()
+            met_C = _products(keys, _spread(to + K, its_L, its_P, J, P), C, J, R)
+            seen_C = _products(keys, _spread(to, its_L, its_P, J, P), C, J, R)
+            met_C = tl.where(its_C < at, met_C, 0.0)
+            seen_C = tl.where(its_C < at, seen_C, tl.where(its_C == at, tl.sum(key_K * query_K, axis=0), 0.0))
+            sum_GC = tl.cumsum(tl.reshape(decay_E, [GP, C]), 1)
             total_G = tl.sum(tl.where((its_C == at)[None, :], sum_GC, 0.0), axis=1)
             apart_GC = tl.exp(tl.minimum(total_G[:, None] - sum_GC, 0.0))
-            met_C = tl.where(its_C < at, tl.sum(key_CK * key_K[None, :], axis=1), 0.0)
-            seen_C = tl.where(its_C <= at, tl.sum(key_CK * query_K[None, :], axis=1), 0.0)
-            to = made + ((row0 + row) * num_heads + head) * X
-            tl.store(to + its_K, query_K)
-            tl.store(to + K + its_K, key_K)
-            tl.store(to + 2 * K + its_GV, value_GV, mask=is_GV)
-            to_G = factors + (((row0 + row) * num_heads + head) * G + its_G) * F
-            to_GC = to_G[:, None] + its_C[None, :]
-            tl.store(to_GC, apart_GC * beta_G[:, None] * met_C[None, :], mask=is_G[:, None])
+            beta_GC, own_GC = tl.reshape(1.0 / (1.0 + tl.exp(-b_E.to(tl.float32))), [GP, C]), tl.reshape(own_E, [GP, C])
+            rest_GC = tl.where((its_C == 1)[None, :], beta_GC, tl.exp(total_G)[:, None])
+            rest_GC = tl.where((its_C == 0)[None, :], own_GC, rest_GC)
+            to_GC = factors + ((row0 + row) * num_heads + head) * (G * F) + (its_G * F)[:, None] + its_C[None, :]
+            tl.store(to_GC, apart_GC * beta_GC * met_C[None, :], mask=is_G[:, None])
             tl.store(to_GC + C, apart_GC * seen_C[None, :], mask=is_G[:, None])
-            tl.store(to_G + 2 * C, decay_G, mask=is_G)
-            tl.store(to_G + (2 * C + 1), beta_G, mask=is_G)
-            tl.store(to_G + (2 * C + 2), tl.exp(total_G), mask=is_G)
+            tl.store(to_GC + 2 * C, rest_GC, mask=is_G[:, None] & (its_C < 3)[None, :])
             if is_chunk == 0:
-                keep = tail + (first + row) % RING * Y
+                keep = tail + _mod(first + row, RING) * Y
                 tl.store(keep + its_K, key_K)
-                tl.store(keep + (K + G * V) + its_G, decay_G, mask=is_G)
-                keep_in = ring + (first + row) % CONV_RING * X
-                tl.store(keep_in + its_K, query_in_K)
-                tl.store(keep_in + K + its_K, key_in_K)
-                tl.store(keep_in + 2 * K + its_GV, value_in_GV, mask=is_GV)
+                tl.store(keep + (K + G * V) + g_E, own_E, mask=is_E & (c_E == 0))
+                keep_in = ring + _mod(first + row, CONV_RING) * X
+                tl.store(keep_in + its_K, query_seen[W - 1])
+                tl.store(keep_in + K + its_K, key_seen[W - 1])
+                for g in tl.static_range(G):
+                    tl.store(keep_in + (2 * K + g * V) + its_V, value_seen[g][W - 1])
+        if row + 1 < stop:
+            tl.debug_barrier()
+            keys = _with_key(keys, _spread(to + K, its_L, its_P, J, P), at, its_L, J, R)
     if part == 0:
         wanted = first // C
         # what was never written may be no number, and is behind nothing
@@ -238,18 +334,24 @@ _launch_keep = Launcher(_keep_kernel)
 
 @functools.lru_cache(maxsize=256)
 def _constants(
-    sizes: tuple[int, ...], device: torch.device, num_warps: int | None = None
+    sizes: tuple[int, ...], device: torch.device, itemsize: int, num_warps: int | None = None
 ) -> tuple[Constants, Constants]:
     """Of both kernels."""
     common = constants_of(*sizes) | dependent_launch(device)
     num_warps = num_warps or _warps_of(*sizes[:3])
-    return Constants(common | {"num_warps": num_warps}), Constants(common | {"num_warps": 1})
+    limit = _limit_of(num_warps, itemsize) if common["EARLY"] else {}
+    return Constants(common | limit | {"num_warps": num_warps}), Constants(common | {"num_warps": 1})
 
 
 def _warps_of(key_dim: int, value_dim: int, num_values: int) -> int:
     """As few as have a row of a key head in registers, four at most."""
     num_channels = 2 * key_dim + triton.next_power_of_2(num_values) * value_dim
     return min(triton.next_power_of_2(triton.cdiv(num_channels, _CHANNELS)), 4)
+
+
+def _limit_of(num_warps: int, itemsize: int) -> dict[str, int]:
+    """Of a thread's registers, which rows of float32 would be past."""
+    return {"maxnreg": _REGISTERS} if num_warps == 1 and itemsize == 2 else {}
 
 
 def constants_of(
@@ -316,7 +418,7 @@ def launch(
         num_tiles = -(-(rows.start % TILE + rows.num_rows) // TILE)
     else:
         num_tiles = rows.num_rows if is_apart else min(rows.num_rows, 2)
-    constants = _constants(sizes, conv_NHRX.device, num_warps)[0]
+    constants = _constants(sizes, conv_NHRX.device, conv_NHRX.element_size(), num_warps)[0]
     _launch_conv((num_sequences, num_heads, num_tiles), arguments, constants)
     return begun_BH
 
@@ -340,7 +442,9 @@ def launch_keep(
         *(stride for x in inputs[:3] for stride in x.stride()[:2]),
         *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *(x.stride(0) for x in where), rows.num_rows,
     )  # fmt: skip
-    _launch_keep((len(rows.positions_B), num_heads), arguments, _constants(sizes, conv_NHRX.device)[1])
+    _launch_keep(
+        (len(rows.positions_B), num_heads), arguments, _constants(sizes, conv_NHRX.device, conv_NHRX.element_size())[1]
+    )
 
 
 def variants() -> list[Variant]:
@@ -364,7 +468,14 @@ def variants() -> list[Variant]:
         row = tail_len(128, 128, num_values)
         constants = constants_of(128, 128, num_values, 4, CONV_RING, RING, row) | {"EARLY": early}
         for name, kernel, its_types, more, num_warps, max_registers in (
-            ("delta_conv", _conv_kernel, types, ("weight", "state"), _warps_of(128, 128, num_values), 255),
+            (
+                "delta_conv",
+                _conv_kernel,
+                types,
+                ("weight", "state"),
+                _warps_of(128, 128, num_values),
+                _REGISTERS if early else 255,
+            ),
             ("delta_keep", _keep_kernel, keep_types, (), 1, 168),
         ):
             variant = Variant(
@@ -375,6 +486,7 @@ def variants() -> list[Variant]:
                 aligned=(*aligned, *more),
                 num_warps=num_warps,
                 max_registers=max_registers,
+                options=_limit_of(num_warps, 2) if early and kernel is _conv_kernel else {},
                 max_shared_bytes=16_384,
                 on_amd=not early,
             )
