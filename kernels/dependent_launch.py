@@ -11,8 +11,8 @@ Kernels with many programs gain little, and each program pays for its wait: tune
 Verification goes further. Its scan begins when everything before it has finished, and lets the next kernel start at
 once. The kernels that follow read, even before they wait, what the scan does not write. Two of them may be waiting
 then. The last one waits for the one before it only, so each program of that one must wait before it ends, even if it
-has nothing to do. Float8 GEMMs for Hopper, and GEMMs of one or two rows, read the weight before they wait, so a kernel
-that writes a weight must not let the next kernel start early.
+has nothing to do. Float8 GEMMs for Hopper, GEMMs of one or two rows and those of absorbed queries read the weight
+before they wait, so a kernel that writes a weight must not let the next kernel start early.
 """
 
 import functools

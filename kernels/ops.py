@@ -34,6 +34,7 @@ from baton.kernels.gemm.quantize_fp8 import Fp8Rows
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as float8_kv
 from baton.kernels.kv.write import kv_write
+from baton.kernels.mla.absorb import absorb_queries, absorb_values
 from baton.kernels.mla.decode import mla_decode
 from baton.kernels.mla.latent_rows import absorbed_queries, absorbed_values
 from baton.kernels.mla.norm_rope_write import latent_norm_rope_write, rotate_and_write
@@ -408,26 +409,34 @@ class Ops:
         *,
         nope_dim: int,
         scale: float,
-    ) -> torch.Tensor:
-        """Compute the same for Q rows of each of B sequences, [B, Q, A, V], in the absorbed form."""
-        shape_BQ = positions_BQ.shape
-        query_TAX = self._absorbed_queries(query_BQAE.flatten(0, 1), expand_AYC, nope_dim)
-        query_BQAX = query_TAX.unflatten(0, shape_BQ)
-        if self._is_fused:
-            assert not self._is_invariant, "the loader refuses such models here"
-            mixed_BQAX = mla_decode(
-                query_BQAX, rows_NSX, block_tables_BM, positions_BQ, max_context_len,
-                latent_dim=expand_AYC.shape[2], softmax_scale=scale, implementation=self.implementation,
-            )  # fmt: skip
-        else:
+        reader: Weight | None = None,
+    ) -> Rows:
+        """Compute the same for Q rows of each of B sequences in the absorbed form, rows [B * Q, A * V].
+
+        They are as the GEMM of `reader` takes them, which alone reads them: quantized, if that would take a launch.
+        """
+        query_TAE, (key_ANC, value_AVC) = query_BQAE.flatten(0, 1), expand_AYC.tensor_split([nope_dim], dim=1)
+        if not self._is_fused:
+            query_TAX = self._absorbed_queries(query_TAE, expand_AYC, nope_dim)
             rows_N1SX = rows_NSX[:, None]
             mixed_BQAX = self._attention_decode(
-                query_BQAX, rows_N1SX, rows_N1SX, block_tables_BM, positions_BQ, max_context_len, scale=scale
-            )
-        mixed_TAX = mixed_BQAX.flatten(0, 1)
-        value_TAV = absorbed_values(mixed_TAX, expand_AYC[:, nope_dim:], invariant=self._is_invariant)
-        value_BQAV: torch.Tensor = value_TAV.unflatten(0, shape_BQ)
-        return value_BQAV
+                query_TAX.unflatten(0, positions_BQ.shape), rows_N1SX, rows_N1SX, block_tables_BM, positions_BQ,
+                max_context_len, scale=scale,
+            )  # fmt: skip
+            return absorbed_values(mixed_BQAX.flatten(0, 1), value_AVC, invariant=self._is_invariant).flatten(1)
+        assert not self._is_invariant, "the loader refuses such models here"
+        query_TAX = absorb_queries(query_TAE, key_ANC, implementation=self.implementation)
+        mixed_BQAC = mla_decode(
+            query_TAX.unflatten(0, positions_BQ.shape), rows_NSX, block_tables_BM, positions_BQ, max_context_len,
+            latent_dim=expand_AYC.shape[2], softmax_scale=scale, implementation=self.implementation,
+        )  # fmt: skip
+        num_padded = self._num_quantized(len(query_TAE), reader)
+        ue8m0 = isinstance(reader, Fp8Weight) and reader.ue8m0
+        made = absorb_values(
+            mixed_BQAC.flatten(0, 1), value_AVC,
+            num_padded=num_padded, ue8m0=ue8m0, implementation=self.implementation,
+        )  # fmt: skip
+        return made.rows if made.scale_GR is None else Fp8Rows(made.rows, made.scale_GR, len(query_TAE))
 
     def _absorbed_queries(self, query_TAE: torch.Tensor, expand_AYC: torch.Tensor, nope_dim: int) -> torch.Tensor:
         nope_TAN, turned_TAP = query_TAE.tensor_split([nope_dim], dim=2)

@@ -11,7 +11,7 @@ import torch
 from baton.kernels.attention.decode_plan import SplitKVPlans
 from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.moe.expert_slots import RoutedRows
-from baton.kernels.ops import Ops, Rows, Weight
+from baton.kernels.ops import Ops, Rows, Weight, plain
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
@@ -98,7 +98,7 @@ class Attention:
         pairs_TA2E = qkv_TQ[:, : 2 * num_heads * head_dim].unflatten(1, (num_heads, 2, head_dim))
         return query_TAE, pairs_TA2E[:, :, 1]
 
-    def mix(self, read: tuple[torch.Tensor, ...], inputs: AttentionInputs) -> torch.Tensor:
+    def mix(self, read: tuple[torch.Tensor, ...], inputs: AttentionInputs) -> Rows:
         """Attention output [T, A * E] for the queries ([T, A, E],), whose K and V are already written."""
         inputs.on_layer(self.layer)
         parts = self.attend(read[0], inputs.batch, self.stored(inputs.pool), inputs.plans)
@@ -125,10 +125,10 @@ class Attention:
                     self._attend_decode(query_TAE[num_prompt:], batch.decode, stored, plans),
                 )
 
-    def join(self, mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor | None = None) -> torch.Tensor:
+    def join(self, mixed_TQ: Rows, gate_TAE: torch.Tensor | None = None) -> torch.Tensor:
         """Output projection, [T, A * E] -> [T, D], of outputs times the sigmoid of their gate, rounded once."""
         if gate_TAE is not None:
-            mixed_TQ = self._ops.gate_output(mixed_TQ, gate_TAE)
+            mixed_TQ = self._ops.gate_output(plain(mixed_TQ), gate_TAE)
         return self._ops.linear_inner(mixed_TQ, self.out_DQ)
 
     def _attend_prompts(

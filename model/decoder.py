@@ -15,7 +15,7 @@ import torch
 
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.memo import signature
-from baton.kernels.ops import Ops
+from baton.kernels.ops import Ops, Rows, plain
 from baton.model.attention import Attention, AttentionInputs
 from baton.model.config import ModelConfig
 from baton.model.delta_net import DeltaNet
@@ -26,7 +26,7 @@ from baton.model.state_mixer import StateMixer
 
 R = TypeVar("R")
 Mixer = Attention | StateMixer
-Pieces = Generator[tuple[Mixer, tuple[torch.Tensor, ...]], torch.Tensor, R]
+Pieces = Generator[tuple[Mixer, tuple[torch.Tensor, ...]], Rows, R]
 """Yields a mixer and what it reads of each row, is sent what it made, [T, M], and returns what all pieces made."""
 
 
@@ -73,7 +73,7 @@ class DecoderLayer:
         if isinstance(self.attention, StateMixer):
             normed, x_TD = self.attention_norm.read_by(self.attention.reader, x_TD, added_TD, keep=True)
             out_TX = yield self.attention, self.attention.project(normed)
-            mixed_TD = self.attention.join(out_TX)
+            mixed_TD = self.attention.join(plain(out_TX))
         elif inputs.dealt is None:
             normed, x_TD = self.attention_norm.read_by(self.attention.reader, x_TD, added_TD)
             query_TAE, gate_TAE = self.attention.project(normed, inputs)

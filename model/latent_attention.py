@@ -11,7 +11,7 @@ pool, S positions of one.
 import torch
 
 from baton.kernels.attention.decode_plan import SplitKVPlans
-from baton.kernels.ops import Ops, Rows, Weight
+from baton.kernels.ops import Ops, Rows, Weight, plain
 from baton.kvcache.pool import KVPool
 from baton.model.attention import Attention, AttentionInputs
 from baton.model.config import ModelConfig
@@ -68,10 +68,17 @@ class LatentAttention(Attention):
         return query_TAE, None
 
     def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:
-        """Rows of the layer, [K, S, X]."""
-        return (pool.blocks(self.layer)[:, 0, 0],)
+        """Rows of the layer, [K, S, X], and the up-projection of its latents."""
+        return pool.blocks(self.layer)[:, 0, 0], self.expand_AYC
 
-    def join(self, mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor | None = None) -> torch.Tensor:
+    def mix(self, read: tuple[torch.Tensor, ...], inputs: AttentionInputs) -> Rows:
+        """Heads' values, [T, A * V]; of decode rows alone as the output projection reads them."""
+        if not isinstance(inputs.batch, DecodeBatch):
+            return super().mix(read, inputs)
+        inputs.on_layer(self.layer)
+        return self._decoded(self.out_DQ, read[0], inputs.batch, self.stored(inputs.pool))
+
+    def join(self, mixed_TQ: Rows, gate_TAE: torch.Tensor | None = None) -> torch.Tensor:
         """Output projection of the heads' values, [T, A * V] -> [T, D]."""
         assert gate_TAE is None
         return self._ops.linear_inner(mixed_TQ, self.out_DQ)
@@ -79,10 +86,11 @@ class LatentAttention(Attention):
     def _attend_prompts(
         self, query_TAE: torch.Tensor, batch: PrefillBatch, stored: tuple[torch.Tensor, ...], plans: SplitKVPlans
     ) -> torch.Tensor:
+        rows_KSX, expand_AYC = stored
         return self._ops.mla_prefill(
             query_TAE,
-            stored[0],
-            self.expand_AYC,
+            rows_KSX,
+            expand_AYC,
             batch.block_tables_BM,
             batch.query_lens,
             batch.context_lens,
@@ -94,14 +102,23 @@ class LatentAttention(Attention):
     def _attend_decode(
         self, query_TAE: torch.Tensor, batch: DecodeBatch, stored: tuple[torch.Tensor, ...], plans: SplitKVPlans
     ) -> torch.Tensor:
-        mixed_BQAV = self._ops.mla_decode(
+        value_TQ = plain(self._decoded(None, query_TAE, batch, stored))
+        value_TAV: torch.Tensor = value_TQ.unflatten(1, (-1, self._sizes.value_dim))
+        return value_TAV
+
+    def _decoded(
+        self, reader: Weight | None, query_TAE: torch.Tensor, batch: DecodeBatch, stored: tuple[torch.Tensor, ...]
+    ) -> Rows:
+        """Heads' values of decode rows, [T, A * V], in the form in which the GEMM of `reader` takes them."""
+        rows_KSX, expand_AYC = stored
+        return self._ops.mla_decode(
             query_TAE.unflatten(0, batch.positions_BQ.shape),
-            stored[0],
-            self.expand_AYC,
+            rows_KSX,
+            expand_AYC,
             batch.block_tables_BM,
             batch.positions_BQ,
             batch.max_context_len,
             nope_dim=self._sizes.nope_dim,
             scale=self._scale,
+            reader=reader,
         )
-        return mixed_BQAV.flatten(0, 1)

@@ -176,6 +176,7 @@ def test_no_step_launches_what_the_warm_up_did_not():
         assert found[name]["warm"]["grouped_kernel"] == 2, "experts of chunks in the form for Hopper: both GEMMs"
     for name in ("latent", "latent short"):
         assert found[name]["warm"]["mla_prefill_hopper_kernel"] == 2, "of short walks and of long ones"
+    assert found["latent float8"]["warm"]["_values_kernel"] == 2, "for a GEMM in float8, and beside chunks"
     assert not found["not warmed"]["warm"]
     assert len(found["not warmed"]["late"]) >= 15, "what the others are spared"
 

@@ -48,7 +48,8 @@ class Setting:
         if is_decoded:
             positions = torch.tensor([list(range(first, first + count)) for _, first, count in parts])
             query, bound = query.unflatten(0, positions.shape), int(positions.max()) + 4
-            return ops.mla_decode(query, self.pool, expand, tables, positions, bound, **how).flatten(0, 1)
+            found = ops.mla_decode(query, self.pool, expand, tables, positions, bound, **how)
+            return found.unflatten(1, (self.num_heads, -1))
         lens = [count for _, _, count in parts], [first + count for _, first, count in parts]
         return ops.mla_prefill(query, self.pool, expand, tables, *lens, **how)
 

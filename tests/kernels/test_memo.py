@@ -15,6 +15,7 @@ from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.gemm.quantize_fp8 import Fp8Rows, quantize_fp8
 from baton.kernels.implementation import Implementation
 from baton.kernels.memo import Memo, open_signature, signature
+from baton.kernels.mla.absorb import absorb_queries, absorb_values
 from baton.kernels.mla.norm_rope_write import latent_norm_rope_write
 from baton.kernels.moe.gemm import experts_grouped
 from baton.kernels.moe.moe import ExpertWeights
@@ -122,6 +123,19 @@ def latents():
         "slots_T": [torch.arange(4)],
     }
     return latent_norm_rope_write, right, wrong
+
+
+def queries():
+    return (
+        absorb_queries,
+        {"query_TAE": tensor(3, 2, 48), "key_ANC": tensor(2, 32, 64)},
+        {"key_ANC": [tensor(2, 48, 64)]},
+    )
+
+
+def head_values():
+    right = {"mixed_TAC": tensor(3, 2, 64), "value_AVC": tensor(2, 64, 64), "num_padded": 4}
+    return absorb_values, right, {"num_padded": [2], "value_AVC": [tensor(2, 96, 64), tensor(2, 64, 32)]}
 
 
 def qk():
@@ -240,7 +254,7 @@ def bent(value):
         yield value.repeat_interleave(2)[::2]
 
 
-MODULES = ("attention.decode", "attention.prefill", "gemm.fp8", "moe.gemm", "moe.select_topk",
+MODULES = ("attention.decode", "attention.prefill", "gemm.fp8", "mla.absorb", "moe.gemm", "moe.select_topk",
            "pointwise.qk_norm_rope_write", "pointwise.rms_norm", "pointwise.sigmoid_gate",
            "pointwise.silu_mul")  # fmt: skip
 
@@ -253,7 +267,23 @@ def forget():
         memo._kept.clear()
 
 
-CASES = (rms_norm, silu_mul, gated, shared, qk, latents, decode, prefill, experts, topk, gemm, linear, quantized)
+CASES = (
+    rms_norm,
+    silu_mul,
+    gated,
+    shared,
+    qk,
+    latents,
+    queries,
+    head_values,
+    decode,
+    prefill,
+    experts,
+    topk,
+    gemm,
+    linear,
+    quantized,
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelTensorUnexpected, ModelUnsupported
 from baton.core.numerics import KVDtype, Numerics
+from baton.kernels.attention.decode_plan import SplitKVPlans
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.implementation import Implementation
 from baton.model.checkpoint.mtp_fit import require_copies
@@ -106,6 +107,25 @@ def test_logits_are_transformers(kind, shape, tmp_path, check_logits):
     narrow = DeepseekReference(path, kind, torch.float32).logits(ids)
     for cuts in ways[:1] + ways[2:3]:
         check_logits(kind, run(load(path, dtype=torch.float32), ids, cuts), narrow)
+
+
+@torch.inference_mode()
+def test_what_a_layer_attends_with_is_what_it_says_is_its_own(tmp_path):
+    """A tape of one layer's launches (`kernels.launch_tape`) is replayed over another's, and over nothing else."""
+    model = load(written(tmp_path / "model", "deepseek_v3"))
+    paged = Paged(model)
+    paged.prefill(prompt(LENGTH))
+    first, second = (layer.attention for layer in model._decoder.layers[:2])
+    generator = torch.Generator().manual_seed(1)
+    num_heads, query_dim = model.config.num_heads, model.config.query_dim
+    query_TAE = torch.randn(3, num_heads, query_dim, generator=generator, dtype=model.dtype)
+    for batch in (paged.decode_batch([0], [LENGTH - 3], 3), paged.prefill_batch([(0, LENGTH - 3, LENGTH)])):
+        (found,), (wanted,), (other,) = (
+            one.attend(query_TAE, batch, own.stored(paged.pool), SplitKVPlans())
+            for one, own in ((first, second), (second, second), (first, first))
+        )
+        assert torch.equal(found, wanted)
+        assert not torch.equal(found, other)
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Rows that norms and gates leave in float8 for the GEMM that reads them: no launch of its own, and no other bit."""
+"""Rows that norms, gates and heads' values leave in float8 for the GEMM that reads them, without another bit."""
 
 from collections import Counter
 from dataclasses import replace
@@ -14,6 +14,7 @@ from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.scaled_mm import Library
 from baton.kernels.implementation import Implementation
 from baton.kernels.memo import Memo
+from baton.kernels.mla import absorb_triton
 from baton.kernels.moe.gemm import Fp8ExpertWeights
 from baton.kernels.pointwise import rms_norm_triton, silu_mul_triton
 from baton.model.loader import load_model
@@ -32,8 +33,8 @@ HYBRID = EXPERTS | {
 }  # fmt: skip
 LATENT = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 128,
-    "q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
-    "num_key_value_heads": 4, "head_dim": 16, "first_k_dense_replace": 1,
+    "q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "first_k_dense_replace": 1,
 }  # fmt: skip
 SHAPES = {
     "llama": ("llama-3.1-8b", {}),
@@ -173,6 +174,23 @@ def test_only_what_attention_made_is_quantized_by_a_launch_of_its_own(model, mon
         made.clear()
         paged.mtp(torch.arange(3), torch.zeros(3, 128).bfloat16(), paged.prefill_batch([(0, 0, 3)]))
         assert made == {"quantize": 1, "norm": 2, "gate": 1}
+
+
+@pytest.mark.parametrize("model", [("latent", Numerics.DEFAULT)], indirect=True)
+def test_values_of_decode_rows_over_latents_are_quantized_as_they_are_made(model, monkeypatch):
+    by_own_launch(monkeypatch)
+    made = Counter()
+    note(monkeypatch, made, quantize_fp8_triton, "quantize", lambda *_: True)
+    launch = absorb_triton.launch_values
+
+    def noted(mixed_TAC, value_AVC, num_padded, **options):
+        made["values"] += num_padded is not None
+        return launch(mixed_TAC, value_AVC, num_padded, **options)
+
+    monkeypatch.setattr(absorb_triton, "launch_values", noted)
+    paged = Paged(model, num_sequences=1, capacity_len=16)
+    paged.trunk(torch.arange(3), paged.decode_batch([0], [0], 3))
+    assert made == {"values": 2}  # of two layers
 
 
 def test_rows_that_each_program_quantizes_are_left_to_it(model, monkeypatch):
