@@ -2,8 +2,8 @@
 """Fits the costs by which float8 GEMMs are planned (`kernels.gemm.fp8_cost`) to times of drawn shapes.
 
     python3 scripts/fit_gemm_cost.py measure --seed 11 --shapes 26 --out OUT/times.json   on a Hopper GPU
-    python3 scripts/fit_gemm_cost.py fit benchmarks/results/gemm-fp8-drawn-h100.json      writes the committed costs
-    python3 scripts/fit_gemm_cost.py judge benchmarks/results/gemm-fp8-drawn-h100.json    what predictions lose
+    python3 scripts/fit_gemm_cost.py fit benchmarks/results/gemm-fp8-drawn-*.json         writes the committed costs
+    python3 scripts/fit_gemm_cost.py judge benchmarks/results/gemm-fp8-drawn-*.json       what predictions lose
 
 Weights are read from memory: each call has another one, and together they are larger than the cache. A row of times is
 [M, N, K, {plan: microseconds}]; a plan's name is as `name_of` gives it, the library's is "library".
@@ -16,7 +16,7 @@ import random
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -25,11 +25,22 @@ from typing import Any
 import numpy as np
 
 from baton.kernels.gemm import fp8_cost
-from baton.kernels.gemm.fp8_cost import H100, Costs, Machine, Tile, TileCost, library_work_of, work_of
+from baton.kernels.gemm.fp8_cost import (
+    H100,
+    H200,
+    LIBRARY_ROWS,
+    Costs,
+    Machine,
+    Tile,
+    TileCost,
+    library_work_of,
+    work_of,
+)
 from baton.kernels.gemm.fp8_plan import GemmPlan, size_of
 
 COSTS = Path(fp8_cost.__file__).parents[1] / "tuned" / "gemm_fp8_cost.json"
 ROWS = (1, 16, 32, 48, 64, 96, 128, 512, 2048, 8192)
+MANY_ROWS = (256, 512, 1024, 2048, 4096, 8192)
 _LARGE = 128  # rows beyond which only tiles of 64 x 128 and more are measured
 _NAME = re.compile(r"([sp])(\d+)x(\d+)\.(\d+)\.(\d)\.(\d)/(\d+)")
 _SWEEPS = 250  # over all costs, until they no longer change
@@ -101,16 +112,22 @@ def nonnegative(work_PF: np.ndarray, us_P: np.ndarray) -> tuple[float, ...]:
     return tuple(round(float(cost), 4) for cost in costs_F / scale_F)
 
 
-def fit(rows: Sequence[Row], machine: Machine = H100) -> Costs:
+def machine_of(kept: Mapping[str, Any]) -> Machine:
+    """What times were measured on."""
+    return H200 if "H200" in kept["hardware"] else H100
+
+
+def fit(*measured: Mapping[str, Any]) -> Costs:
     """The costs of all tiles and of the library."""
     from baton.kernels.gemm.fp8_hopper_triton import programs_at_once
 
     points = defaultdict(list)
     library = []
-    for M, N, K, times in rows:
+    for machine, M, N, K, times in ((machine_of(kept), *row) for kept in measured for row in kept["rows"]):
         for name, us in times.items():
             if name == "library":
-                library.append((library_work_of(M, N, K, machine), us))
+                if M >= LIBRARY_ROWS:
+                    library.append((library_work_of(M, N, K, machine), us))
             elif (plan := parsed(name)) is not None and plan[0] in TILES:
                 at_once = programs_at_once(GemmPlan(**asdict(plan[0])))
                 points[plan[0]].append((work_of(plan[0], at_once, plan[1], M, N, K, machine), us))
@@ -125,15 +142,20 @@ def _fitted(points: Sequence[tuple[tuple[float, ...], float]]) -> tuple[float, .
     return nonnegative(np.array([work for work, _ in points]), np.array([us for _, us in points]))
 
 
-def losses(rows: Sequence[Row], machine: Machine = H100) -> dict[int, list[float]]:
-    """By number of rows: time of the best measured plan over that of the predicted one, 1 where they are one."""
+def losses(rows: Sequence[Row], machine: Machine) -> dict[int, list[float]]:
+    """By number of rows: time of the best of the plans and the library over that of the chosen one, 1 where they agree.
+
+    Where the library was not measured, or the chosen plan was not, nothing is said of it.
+    """
     found = defaultdict(list)
     for M, N, K, times in rows:
-        own = {name: us for name, us in times.items() if parsed(name)}
+        plans = {name: us for name, us in times.items() if parsed(name) or name == "library"}
         best = fp8_cost.best(size_of(M), N, K, machine)
         name = name_of(best.tile, best.splits)
-        if name in own:
-            found[M].append(min(own.values()) / own[name])
+        if "library" in plans and fp8_cost.library_us(size_of(M), N, K, machine) < best.us:
+            name = "library"
+        if name in plans:
+            found[M].append(min(plans.values()) / plans[name])
     return dict(found)
 
 
@@ -165,7 +187,7 @@ def _plans(M: int, N: int, K: int) -> Iterator[GemmPlan]:
             yield from (replace(plan, splits=splits) for splits in cost.splits(M, N, K, H100))
 
 
-def measure(seed: int, num_shapes: int) -> tuple[str, list[Row]]:
+def measure(seed: int, num_shapes: int, num_rows: Sequence[int] = ROWS) -> tuple[str, list[Row]]:
     """Times of all plans and of the library on the GPU here."""
     import torch
 
@@ -187,7 +209,7 @@ def measure(seed: int, num_shapes: int) -> tuple[str, list[Row]]:
         for _ in range(min(96, -(-cache_bytes // (N * K)))):
             values = torch.randint(0, 0x7E, (N, K), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
             weights.append(Fp8Weight.of(values, torch.rand(N // 128, K // 128, device=device) * 1e-3))
-        for M in ROWS:
+        for M in num_rows:
             a, scales = quantize_fp8(torch.randn(M, K, device=device, dtype=torch.bfloat16), pad_to=ROWS_MULTIPLE)
             times = {}
             for plan in _plans(M, N, K):
@@ -206,21 +228,26 @@ def main() -> None:
     """As the module says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("measure", "fit", "judge"))
-    parser.add_argument("file", nargs="?", type=Path, help="of times, to fit or to judge")
+    parser.add_argument("files", nargs="*", type=Path, help="of times, to fit or to judge")
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--shapes", type=int, default=26)
+    parser.add_argument(
+        "--many-rows", action="store_true", help="measure 256 to 8,192 rows, where the library is chosen"
+    )
     parser.add_argument("--out", type=Path, default=COSTS)
     args = parser.parse_args()
     if args.what == "measure":
-        hardware, rows = measure(args.seed, args.shapes)
+        hardware, rows = measure(args.seed, args.shapes, MANY_ROWS if args.many_rows else ROWS)
         args.out.write_text(json.dumps({"hardware": hardware, "rows": rows}))
         return
-    kept = json.loads(args.file.read_text())
+    measured = [json.loads(file.read_text()) for file in args.files]
     if args.what == "fit":
-        write(fit(kept["rows"]), kept["hardware"], args.out)
+        write(fit(*measured), "; ".join(kept["hardware"] for kept in measured), args.out)
         return
-    for M, found in sorted(losses(kept["rows"]).items()):
-        print(f"M={M}: {len(found)} shapes, mean {statistics.mean(found):.3f}, worst {min(found):.2f}")
+    for kept in measured:
+        print(kept["hardware"])
+        for M, found in sorted(losses(kept["rows"], machine_of(kept)).items()):
+            print(f"M={M}: {len(found)} shapes, mean {statistics.mean(found):.3f}, worst {min(found):.2f}")
 
 
 if __name__ == "__main__":

@@ -12,17 +12,20 @@ The predicted time of a launch is a sum of amounts of work, each times a cost pe
     split    1 if columns are split
     joined   time to write the sums of splits
 
-The library's GEMMs are predicted likewise, from tiles of 128 x 128. Pure functions: no tensors, no GPU. Legend: M rows,
-N outputs, K inputs.
+The library's GEMMs are predicted likewise, from tiles of 128 x 128, and only from 128 rows: with fewer they are hardly
+ever the faster ones, and costs fitted to those, too, are wrong where the choice is close. Pure functions: no tensors,
+no GPU. Legend: M rows, N outputs, K inputs.
 """
 
 import functools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 
 GROUP_LEN = 128
+LIBRARY_ROWS = 128  # fewest rows that the library is considered for
 SPLITS = (1, 2, 3, 4, 6, 8, 12)
 _MIN_GROUPS = 3  # minimum groups of a split
 _MAX_PROGRAMS = 300  # maximum programs of a split-K GEMM
@@ -151,8 +154,8 @@ class Prediction:
 
 
 def library_us(M: int, N: int, K: int, machine: Machine) -> float:
-    """Predicted time of the library's GEMM in microseconds."""
-    return _sum(fitted().library, library_work_of(M, N, K, machine))
+    """Predicted time of the library's GEMM in microseconds; of few rows, infinite."""
+    return math.inf if M < LIBRARY_ROWS else _sum(fitted().library, library_work_of(M, N, K, machine))
 
 
 def best(M: int, N: int, K: int, machine: Machine) -> Prediction:
