@@ -54,7 +54,9 @@ class _Attends:
         attempt: GenerationRequest,
         stream: MuxedStream[worker_pb2.DecodeEvent],
     ) -> None:
-        self._worker.attend(attempt, stream, prefill_here=message.prefill_here)
+        self._worker.attend(
+            attempt, stream, prefill_here=message.prefill_here, num_queued_tokens=message.num_queued_tokens
+        )
 
     def cancel(self, key: AttemptKey, stream: MuxedStream[worker_pb2.DecodeEvent]) -> None:
         self._worker.cancel(key, stream)

@@ -187,8 +187,21 @@ class DecodeWorker:
             request.stream.end(RequestCancelled("the decode worker is shutting down"))
         self._incoming.close()
 
-    def attend(self, request: GenerationRequest, stream: DecodeStream, *, prefill_here: bool = False) -> None:
+    def attend(
+        self,
+        request: GenerationRequest,
+        stream: DecodeStream,
+        *,
+        prefill_here: bool = False,
+        num_queued_tokens: int = 0,
+    ) -> None:
         """Expect this attempt's KV, or compute its prompt here; tokens go to `stream`. Allocates nothing.
+
+        Args:
+            request: the attempt.
+            stream: where its tokens go.
+            prefill_here: whether its prompt is computed here.
+            num_queued_tokens: if so, prompt tokens that wait at the router for this worker.
 
         Raises:
             InvalidRequest: the request can never be served here.
@@ -207,7 +220,7 @@ class DecodeWorker:
         )
         self._request_limit.enter()
         try:
-            self._loop.post(lambda: self._add(DecodeRequest(sequence, stream)), always=True)
+            self._loop.post(lambda: self._add(DecodeRequest(sequence, stream), num_queued_tokens), always=True)
         except BaseException:  # the command was not posted
             self._request_limit.leave()
             raise
@@ -344,7 +357,9 @@ class DecodeWorker:
             self._ended.popitem(last=False)
         self._request_limit.leave()
 
-    def _add(self, request: DecodeRequest) -> None:
+    def _add(self, request: DecodeRequest, num_queued_tokens: int = 0) -> None:
+        if request.is_local:
+            self.engine.num_queued_tokens = num_queued_tokens
         key = request.key
         if key in self._requests:
             request.stream.end(RequestCancelled(f"{key} is already here", key=str(key)))

@@ -244,6 +244,9 @@ class Engine:
         self.num_prompts = 0  # computed here completely
         self.num_not_finite = 0  # sequences that ended because the model returned NaN or an infinity
         self.num_prompt_tokens = 0  # computed by chunks; those that are computed again count once
+        # Prompt tokens that wait elsewhere to come here, as was said last, less those computed since: no message says
+        # that they went away.
+        self.num_queued_tokens = 0
         self.speculation = speculation or Speculation(runner.num_draft_tokens, runner.num_draft_tokens, clock)
         self._role = role
         self._clock = clock
@@ -465,8 +468,11 @@ class Engine:
         chosen: list[tuple[Sequence, Chunk]] = []
         if num_waiting:
             num_waiting += sum(item.num_left for item in self.scheduler.waiting() if not item.is_received)
+            num_waiting += self.num_queued_tokens
             budget_len = self.budget.length(len(decode.slots) * (num_drafts + 1), num_waiting)
             chosen = self.scheduler.chunks(budget_len)
+            num_computed = sum(chunk.length for _, chunk in chosen)
+            self.num_queued_tokens = max(0, self.num_queued_tokens - num_computed)
         if not decode.slots and not chosen:
             return False
         step = Step(

@@ -380,10 +380,13 @@ def prefill_request(request: GenerationRequest, decode: worker_pb2.Peer, now_s: 
     )
 
 
-def attend_request(request: GenerationRequest, now_s: float, *, prefill_here: bool = False) -> worker_pb2.AttendRequest:
+def attend_request(
+    request: GenerationRequest, now_s: float, *, prefill_here: bool = False, num_queued_tokens: int = 0
+) -> worker_pb2.AttendRequest:
     """What the router sends to a decode worker; `now_s` is the clock that `request.deadline_s` is read from.
 
-    With `prefill_here` no other worker computes the prompt.
+    With `prefill_here` no other worker computes the prompt, and `num_queued_tokens` prompt tokens wait in the router's
+    queue for this one.
     """
     return worker_pb2.AttendRequest(
         attempt=attempt_to_proto(request.key),
@@ -396,6 +399,7 @@ def attend_request(request: GenerationRequest, now_s: float, *, prefill_here: bo
         num_forced_tokens=request.num_forced,
         traceparent=of_attempt(request.trace, request.key.request_id, request.key.attempt),
         prefill_here=prefill_here,
+        num_queued_tokens=num_queued_tokens,
         keeps_drafts=request.keeps_drafts,
     )
 

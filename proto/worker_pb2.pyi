@@ -152,7 +152,7 @@ class PrefixNaming(_message.Message):
     def __init__(self, model: _Optional[str] = ..., block_size: _Optional[int] = ..., with_mtp: bool = ..., with_checkpoints: bool = ..., checkpoint_interval: _Optional[int] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "sampling", "num_draft_tokens", "timeout_ms", "choice", "tenant", "num_forced_tokens", "traceparent", "keeps_drafts", "prefill_here")
+    __slots__ = ("attempt", "prompt_token_ids", "sampling", "num_draft_tokens", "timeout_ms", "choice", "tenant", "num_forced_tokens", "traceparent", "keeps_drafts", "prefill_here", "num_queued_tokens")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,7 @@ class AttendRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     KEEPS_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt: _kv_pb2.Attempt
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _inference_pb2.Sampling
@@ -175,7 +176,8 @@ class AttendRequest(_message.Message):
     traceparent: str
     keeps_drafts: bool
     prefill_here: bool
-    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., choice: _Optional[int] = ..., tenant: _Optional[str] = ..., num_forced_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., keeps_drafts: bool = ..., prefill_here: bool = ...) -> None: ...
+    num_queued_tokens: int
+    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., choice: _Optional[int] = ..., tenant: _Optional[str] = ..., num_forced_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., keeps_drafts: bool = ..., prefill_here: bool = ..., num_queued_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("tokens", "first_token", "prompt_logprobs")

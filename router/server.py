@@ -359,7 +359,7 @@ class RouterServer:
         return inference
 
     def _attempts(self) -> AttemptsContext:
-        migration = self.migration
+        migration, admission_queue = self.migration, self._admission_queue
         return AttemptsContext(
             policy=self._policy,
             in_flight_tracker=migration.in_flight_tracker,
@@ -374,6 +374,7 @@ class RouterServer:
             on_migration=migration.migrated,
             on_finished=migration.finished,
             admit=migration.admit,
+            num_queued_tokens=(lambda: 0) if admission_queue is None else admission_queue.num_queued_tokens,
         )
 
     async def _tick(self) -> None:

@@ -189,6 +189,17 @@ class AdmissionQueue:
         self.queue.set_capacity(self._capacity())
         self.keep(self._grant)
 
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that wait here for each decode worker, where these compute prompts; 0 if others do.
+
+        Workers are told, because few requests at a time wait there: how fast a step computes prompts beside its decode
+        rows depends on how many tokens wait.
+        """
+        if self._members.live(self._prefill_role) and self._prefill_role != DECODE:
+            return 0
+        num_workers = max(1, len(self._members.live(DECODE)))
+        return -(-self.queue.num_waiting_tokens // num_workers)
+
     def _grant(self) -> None:
         for ticket in self.queue.grant(self.clock.now_s()):
             granted = self._waiting[ticket]

@@ -120,6 +120,11 @@ class FairQueue:
         return len(self._waiting)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens that these would have computed."""
+        return self._num_waiting_tokens
+
+    @property
     def num_running(self) -> int:
         """Number of requests that were granted and have not left."""
         return len(self._running)

@@ -99,6 +99,7 @@ class AttemptsContext:
         on_migration: called before each attempt that follows a lost worker.
         on_finished: called when an answer is complete.
         admit: raises if a request must no longer be sent to a worker.
+        num_queued_tokens: prompt tokens that wait at the router for each decode worker, if those compute prompts.
     """
 
     policy: Policy
@@ -114,6 +115,7 @@ class AttemptsContext:
     on_migration: Callable[[Cause], None]
     on_finished: Callable[[GenerationRequest], None]
     admit: Callable[[GenerationRequest], None]
+    num_queued_tokens: Callable[[], int]
 
 
 class Attempts:
@@ -301,6 +303,7 @@ class Attempts:
         kind = LocalRun if pair.is_local else RequestRun
         run = kind(request, pair, channels=context.channels, clock=context.clock)
         run.on_arrival = self.on_arrival
+        run.num_queued_tokens = context.num_queued_tokens()
         run.start(Visitor(context.in_flight_tracker, self.request, self._may_move))
         self.runs.append(run)
         return run

@@ -166,6 +166,7 @@ class RequestRun:
 
     def __init__(self, request: GenerationRequest, pair: Pair, *, channels: Channels, clock: Clock) -> None:
         self.request = request
+        self.num_queued_tokens = 0  # told to a decode worker that computes the prompt
         self.first: worker_pb2.FirstToken | None = None
         self.prefill_done: worker_pb2.PrefillDone | None = None
         self.decode_stats: worker_pb2.DecodeStats | None = None
@@ -489,7 +490,7 @@ class LocalRun(RequestRun):
             self._end()
 
     def _attend_request(self, now_s: float) -> worker_pb2.AttendRequest:
-        return wire.attend_request(self.request, now_s, prefill_here=True)
+        return wire.attend_request(self.request, now_s, prefill_here=True, num_queued_tokens=self.num_queued_tokens)
 
     def _on_other(self, event: worker_pb2.DecodeEvent) -> None:
         if event.HasField("first_token"):

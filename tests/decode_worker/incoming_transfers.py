@@ -251,7 +251,19 @@ class Decode:
         self.allocator = self.scheduler.allocator
         self.requests, self.sinks = {}, {}
 
-    def attend(self, prompt, name=None, *, local=False, k=2, deadline_s=1e9, num_forced=0, tenant="", **sampling):
+    def attend(
+        self,
+        prompt,
+        name=None,
+        *,
+        local=False,
+        num_queued_tokens=0,
+        k=2,
+        deadline_s=1e9,
+        num_forced=0,
+        tenant="",
+        **sampling,
+    ):
         """A request comes from the router."""
         request = GenerationRequest(
             key=AttemptKey(name or f"r{len(self.requests)}", 1),
@@ -263,7 +275,7 @@ class Decode:
             tenant=tenant,
         )
         sink = Sink()
-        self.worker.attend(request, sink, prefill_here=local)
+        self.worker.attend(request, sink, prefill_here=local, num_queued_tokens=num_queued_tokens)
         self.requests[request.key], self.sinks[request.key] = request, sink
         return request
 

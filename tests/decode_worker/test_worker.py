@@ -930,3 +930,16 @@ def test_a_prompt_that_was_received_and_gave_way_finds_its_own_blocks():
     assert held.num_preemptions == 1
     assert held.num_prefix_hit_tokens == 8
     decode.check_nothing_left()
+
+
+def test_what_waits_at_the_router_is_as_the_last_prompt_of_its_own_said():
+    decode = Decode()
+    decode.attend(prompt_of(0), local=True, num_queued_tokens=1000)
+    decode.worker._loop._commands.popleft()()
+    assert decode.engine.num_queued_tokens == 1000
+    decode.attend(prompt_of(1))
+    decode.worker._loop._commands.popleft()()
+    assert decode.engine.num_queued_tokens == 1000, "a prompt of a prefill worker says nothing"
+    decode.attend(prompt_of(2), local=True, num_queued_tokens=0)
+    decode.worker._loop._commands.popleft()()
+    assert decode.engine.num_queued_tokens == 0

@@ -319,3 +319,21 @@ def test_an_engine_asks_for_its_rows_and_for_all_prompts_that_wait(monkeypatch):
     engine.step()
     engine.step()
     assert asked[1:] == [(3, 9 + 7 + 8), (3, 4 + 7 + 8)], "the last of them has no slot yet"
+
+
+def test_prompts_that_wait_elsewhere_count_until_as_many_tokens_were_computed(monkeypatch):
+    """A router sends few prompts at a time, however many wait there."""
+    engine = toy_engine(k=2, chunk_len=12, max_num_sequences=3, scheduling="sync")
+    asked, length = [], engine.engine.budget.length
+    monkeypatch.setattr(engine.engine.budget, "length", lambda *given: asked.append(given) or min(length(*given), 5))
+    engine.submit(request_of([1, 2, 3], max_tokens=30, ignore_eos=True))
+    engine.step()
+    engine.engine.num_queued_tokens = 12
+    engine.submit(request_of([4] * 11, max_tokens=30, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    assert asked[1:] == [(3, 11 + 12), (3, 6 + 7), (3, 1 + 2)]
+    assert engine.engine.num_queued_tokens == 1
+    engine.submit(request_of([5] * 4, max_tokens=30, ignore_eos=True))
+    engine.step()
+    assert engine.engine.num_queued_tokens == 0, "never less"

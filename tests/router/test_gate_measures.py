@@ -1,5 +1,7 @@
 """The gate's estimates come from requests that were served: none that was refused or gave up says anything of them."""
 
+import asyncio
+
 import pytest
 
 from baton.core.errors import Overloaded, RequestDeadlineExceeded
@@ -83,3 +85,19 @@ async def test_a_request_is_measured_once():
     before = estimates(admission_queue)
     turn.leave()
     assert estimates(admission_queue) == before
+
+
+@pytest.mark.parametrize(("num_prefill", "role", "queued"), [(0, PREFILL, 10), (1, PREFILL, 0), (1, DECODE, 10)])
+async def test_how_much_waits_for_each_worker_that_computes_prompts_beside_answers(num_prefill, role, queued):
+    """Nothing if prefill workers compute the prompts, unless all are computed where they are decoded."""
+    fleet = Fleet({PREFILL: num_prefill, DECODE: 2}, 100.0, 10**6)
+    admission_queue = AdmissionQueue(QueueLimits(ahead=1, ahead_s=0.0), fleet, Clock(), lambda _: 0, role)
+    num_granted = 1 if num_prefill and role == PREFILL else 2
+    waiting = [asyncio.ensure_future(admission_queue.enter(request(f"r{at}"))) for at in range(num_granted + 2)]
+    await asyncio.sleep(0)
+    assert admission_queue.queue.num_waiting_tokens == 20
+    assert admission_queue.num_queued_tokens() == queued
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert admission_queue.num_queued_tokens() == 0

@@ -12,6 +12,7 @@ from baton.core.clock import VirtualClock
 from baton.core.errors import NoWorker, Overloaded, RequestDeadlineExceeded
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
+from baton.router.admission.admission_queue import AdmissionQueue
 from baton.router.placement.cost import CAUTIOUS_LEN, Loads, Pace, RequestNeeds, SentRequest, WorkerLoad, local_cost
 from baton.router.placement.local_prefill import ALWAYS, AUTO, MODES, NEVER, ONLY_WAY, LocalPrefill
 from baton.router.placement.members import Members
@@ -551,3 +552,14 @@ async def test_a_cancel_a_deadline_and_a_refusal_reach_the_one_worker():
 def test_a_member_of_another_life_is_another_pair():
     members = Members(VirtualClock(1.0))
     assert not LocalPrefill(AUTO).suffices(members.live("decode"))
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_computes_prompts_itself_is_told_how_much_waits(monkeypatch):
+    monkeypatch.setattr(AdmissionQueue, "num_queued_tokens", lambda _: 1234)
+    for mode, told in ((ALWAYS, 1234), (NEVER, 0)):
+        async with cluster(1, 0, local_prefill=mode, max_wait_s=None) as running:
+            await running.add("decode", "decode-0", can_prefill=True)
+            await ask(running, max_tokens=2)
+            _, decode = await running.idle()
+            assert [seen.request.num_queued_tokens for seen in decode] == [told]
