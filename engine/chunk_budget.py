@@ -58,6 +58,10 @@ class ChunkBudget:
         """Time limit of a step with chunks and decode rows."""
         return max(DECODE_STEPS * self.decode_s, LAUNCHES * self.launch_s, FLOORS * self.floor.seconds)
 
+    def full_len(self, *, has_decode_rows: bool) -> int:
+        """Most tokens that a step's chunks have if any number of prompts wait."""
+        return max(int(LARGEST * self._most), 1) if has_decode_rows else self._most
+
     def decoded(self, seconds: float) -> None:
         """Record the time of a decode-only step."""
         self.decode_s = _mean(self.decode_s, seconds)
@@ -93,7 +97,7 @@ class ChunkBudget:
         if 0.0 < self.limit_s == FLOORS * self.floor.seconds:  # alternate lengths, to check that the floor still holds
             self._is_shorter = not self._is_shorter
             fitting *= _SHORTER if self._is_shorter else 1.0
-        num_steps = max(DRAIN_STEPS, -(-num_waiting // max(int(LARGEST * self._most), 1)))
+        num_steps = max(DRAIN_STEPS, -(-num_waiting // self.full_len(has_decode_rows=True)))
         share = -(-num_waiting // num_steps)
         if share > self._drain_len or not self._drain_steps:
             self._drain_len, self._drain_steps = share, num_steps

@@ -238,7 +238,7 @@ class Engine:
         self.scheduler = scheduler
         self.pace = PrefillPace()
         self.rate = RateMeter()
-        self.full_rate = FullStepRate()
+        self._full_rate = FullStepRate()
         self.budget = ChunkBudget(max_num_batched_tokens)
         self.tally = StepTally(runner.num_draft_tokens)
         self.num_prompts = 0  # computed here completely
@@ -280,6 +280,10 @@ class Engine:
     def is_idle(self) -> bool:
         """Whether every step was read and no release is pending."""
         return not self._flights and not self._later
+
+    def full_tokens_per_s(self) -> float:
+        """Prompt tokens per second of recent full steps, decode rows' time included; 0: too few. Any thread."""
+        return self._full_rate.per_s(self._clock.now_s())
 
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence."""
@@ -725,13 +729,14 @@ class Engine:
             return
         if flight.decode:
             self.budget.mixed(num_tokens, total_s, flight.launch_s)
+        full_len = self.budget.full_len(has_decode_rows=bool(flight.decode))
+        self._full_rate.add(num_tokens, total_s, self._clock.now_s(), full_len=full_len)
         # In a mixed step, the chunks' share is the time beyond that of a decode-only step.
         chunks_s = total_s - self.budget.decode_s if flight.decode else total_s
         if chunks_s <= 0:
             return
         self.pace.add(num_tokens, chunks_s, min(total_s - sampled_s, chunks_s))
         self.rate.add(num_tokens, chunks_s)
-        self.full_rate.add(num_tokens, chunks_s, self._clock.now_s(), full_len=self._max_tokens)
 
     def _last_step(self, sequence: Sequence) -> Pending | None:
         for flight in reversed(self._open):

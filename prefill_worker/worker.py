@@ -69,7 +69,6 @@ def prefill_inventory(
     line: PushLine,
     push: PushService | TPGroupPush,
     *,
-    full_tokens_per_s: float,
     num_requests: int,
     num_finished: int,
     num_failed: int,
@@ -80,7 +79,6 @@ def prefill_inventory(
         engine: the worker's engine.
         line: its requests, and which of them may ask for room.
         push: its side of the hand-off.
-        full_tokens_per_s: prompt tokens per second in full steps; 0 if not known.
         num_requests: number of present requests.
         num_finished: number of requests that succeeded.
         num_failed: number of requests that failed.
@@ -99,7 +97,6 @@ def prefill_inventory(
     held.transfer.CopyFrom(push_counts(pushes, push.paths(), push.data_paths()))
     held.num_prefill_tokens_queued = line.num_tokens_queued()
     held.prefill_tokens_per_s = engine.rate.per_s
-    held.full_prefill_tokens_per_s = full_tokens_per_s
     return held
 
 
@@ -232,7 +229,6 @@ class PrefillWorker:
             self.engine,
             self._line,
             self._push,
-            full_tokens_per_s=self.engine.full_rate.per_s(self._clock.now_s()),
             num_requests=len(self._requests),
             num_finished=self._num_finished,
             num_failed=self._num_failed,

@@ -177,6 +177,7 @@ def engine_inventory(
         num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
         num_prefix_hits=scheduler.num_prefix_hits,
         prefill_pace=pace_to_proto(engine.pace),
+        full_prefill_tokens_per_s=engine.full_tokens_per_s(),
         experts=balance_to_proto(engine.runner.balancer),
         gc_seconds=garbage.collected_s(),
     )

@@ -59,7 +59,7 @@ class QueueLimits:
     max_bytes: int = 1 << 30
     max_running: int = 8192
     ahead: int = 4
-    ahead_s: float = 0.1
+    ahead_s: float = 0.2
     memory_s: float = 5.0
     stall_s: float = 1.0
     margin_s: float = 0.05

@@ -943,3 +943,13 @@ def test_what_waits_at_the_router_is_as_the_last_prompt_of_its_own_said():
     decode.attend(prompt_of(2), local=True, num_queued_tokens=0)
     decode.worker._loop._commands.popleft()()
     assert decode.engine.num_queued_tokens == 0
+
+
+def test_a_worker_that_computes_prompts_tells_the_router_how_many_tokens_a_second(monkeypatch):
+    """Without it the router would accept requests that cannot have their first token in time."""
+    decode = Decode()
+    monkeypatch.setattr(decode.engine.runner.meter, "durations_s", lambda _: (0.01, 0.05))
+    for at in range(6):
+        decode.attend([at] * 9, local=True, max_tokens=1)
+        decode.turns()
+    assert decode.worker.inventory().full_prefill_tokens_per_s > 0

@@ -337,3 +337,23 @@ def test_prompts_that_wait_elsewhere_count_until_as_many_tokens_were_computed(mo
     engine.submit(request_of([5] * 4, max_tokens=30, ignore_eos=True))
     engine.step()
     assert engine.engine.num_queued_tokens == 0, "never less"
+
+
+def test_a_worker_computes_as_many_prompt_tokens_a_second_as_beside_its_decode_rows(monkeypatch):
+    """Their time counts, too, because prompts wait for it; and such a step is full when it has its share."""
+    engine = toy_engine(k=0, chunk_len=64, max_num_sequences=20, num_blocks=800, scheduling="sync")
+    monkeypatch.setattr(engine.engine.runner.meter, "durations_s", lambda _: (0.01, 0.05))
+    monkeypatch.setattr(engine.engine.budget, "mixed", lambda *_: None)  # so that chunks get no longer
+    for at in range(6):
+        engine.submit(request_of([at] * 64, max_tokens=1))
+        engine.step()
+    assert engine.engine.full_tokens_per_s() == pytest.approx(64 / 0.05)
+    engine.submit(request_of([2], max_tokens=90, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    engine.engine.budget._fitting = 20.0  # more than half of its share, and less than half of a step
+    for at in range(6, 16):
+        engine.submit(request_of([at] * 64, max_tokens=1))
+    for _ in range(20):
+        engine.step()
+    assert engine.engine.full_tokens_per_s() == pytest.approx(20 / 0.05)

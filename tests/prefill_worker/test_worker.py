@@ -431,3 +431,13 @@ def test_a_request_that_comes_between_two_counts_spoils_no_heartbeat(monkeypatch
     assert (held.num_requests_held, held.num_requests_waiting, held.num_requests_running) == (0, 2, 0)
     monkeypatch.undo()
     check_nothing_left(prefill)
+
+
+def test_a_worker_tells_the_router_how_many_prompt_tokens_a_second_it_computes(monkeypatch):
+    prefill = Prefill(MODEL)
+    monkeypatch.setattr(prefill.worker._runner.meter, "durations_s", lambda _: (0.01, 0.05))
+    for at in range(6):
+        prefill.submit([at] * 10)
+        prefill.run()
+    assert prefill.worker.inventory().full_prefill_tokens_per_s == 5 / 0.05
+    prefill.worker.close()
