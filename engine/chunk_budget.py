@@ -99,10 +99,13 @@ class ChunkBudget:
             fitting *= _SHORTER if self._is_shorter else 1.0
         num_steps = max(DRAIN_STEPS, -(-num_waiting // self.full_len(has_decode_rows=True)))
         share = -(-num_waiting // num_steps)
-        if share > self._drain_len or not self._drain_steps:
+        if share > self._drain_len or num_steps < self._drain_steps or not self._drain_steps:
             self._drain_len, self._drain_steps = share, num_steps
         self._drain_steps -= 1
-        wanted = max(int(fitting), self._drain_len)
+        needed = self._drain_len
+        if num_waiting < needed * self._drain_steps:  # the steps after this one would take more: some went away
+            needed = -(-num_waiting // self._drain_steps)
+        wanted = max(int(fitting), needed)
         if num_waiting <= wanted:  # the queue is drained
             self._drain_steps = 0
         self.last_len = max(min(MIN_LEN, self._most), min(wanted, self._most - num_decode_rows))

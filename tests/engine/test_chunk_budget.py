@@ -225,6 +225,17 @@ def test_a_very_long_queue_is_computed_by_chunks_of_one_length():
     assert 0.99 * LARGEST * 4096 < lengths[0] <= LARGEST * 4096
 
 
+@pytest.mark.parametrize("num_gone", [70_000, 400_000, (1 << 64) - 1])
+def test_a_queue_that_goes_away_leaves_no_longer_chunks(num_gone):
+    """As of a router whose clients give up. What comes after it gets the chunks of a queue of its own length."""
+    device = Device(0.010, 0.0001)
+    fits = device.run(100)
+    for num_waiting, least, most in ((3_000, fits, fits), (30_000, 30_000 / DRAIN_STEPS, 32_000 / DRAIN_STEPS)):
+        device.budget.length(0, 1)
+        assert device.budget.length(ROWS, num_gone) > 1_000
+        assert least <= device.budget.length(ROWS, num_waiting) <= most
+
+
 @dataclass(frozen=True)
 class Costs:
     """A step's, in seconds: weights are read or rows multiplied, whichever takes longer, and rows attend."""
