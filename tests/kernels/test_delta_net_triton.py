@@ -1,6 +1,7 @@
 """A gated delta net's kernels in the interpreter: against the torch reference, and against themselves however cut.
 
-Pools begin as NaN and lie between canaries. Layers are of two key heads of 16, with one to four value heads each.
+Pools begin as NaN and lie between canaries. Layers are of two key heads, of 16 unless said, with one to four value
+heads each.
 """
 
 import random
@@ -28,19 +29,19 @@ BLOCKS_TOLERANCE = TOLERANCE | {torch.float32: 5e-6}  # blocks of 64 add in anot
 class Layer:
     """Random weights, and a pool of its own."""
 
-    def __init__(self, form, dtype=torch.float32, num_values=2, value_dim=16, num_taps=4, invariant=True):
+    def __init__(self, form, dtype=torch.float32, num_values=2, value_dim=16, num_taps=4, invariant=True, key_dim=KEY):
         generator = torch.Generator().manual_seed(3)
 
         def draw(*shape):
             return torch.randn(*shape, generator=generator)
 
-        self.form, self.dtype, self.sizes, self.invariant = form, dtype, (num_values, value_dim), invariant
-        self.channels = 2 * KEY + num_values * value_dim
+        self.form, self.dtype, self.invariant = form, dtype, invariant
+        self.sizes = sizes = key_dim, value_dim, num_values
+        self.channels = 2 * key_dim + num_values * value_dim
         self.weights = DeltaWeights(
             conv_HWX=draw(HEADS, num_taps, self.channels), a_log_HG=draw(HEADS, num_values) - 1,
             dt_bias_HG=draw(HEADS, num_values) - 2, norm_V=draw(value_dim), eps=1e-6,
         )  # fmt: skip
-        sizes = KEY, value_dim, num_values
         self.guards = Guards()
         conv = self.guards.empty(NUM_SLOTS + 1, HEADS, CONV_RING, self.channels, dtype=dtype)
         tail = self.guards.empty(NUM_SLOTS + 1, HEADS, RING, tail_len(*sizes), dtype=torch.float32)
@@ -49,9 +50,9 @@ class Layer:
 
     def inputs(self, length, seed=0):
         """Of consecutive positions, each [length, ...]."""
-        num_values, value_dim = self.sizes
+        key_dim, value_dim, num_values = self.sizes
         generator = torch.Generator().manual_seed(seed)
-        shapes = [(HEADS, KEY)] * 2 + [(HEADS, num_values * value_dim), (HEADS, num_values, value_dim)]
+        shapes = [(HEADS, key_dim)] * 2 + [(HEADS, num_values * value_dim), (HEADS, num_values, value_dim)]
         shapes += [(HEADS, num_values)] * 2
         return [torch.randn(length, *shape, generator=generator).to(self.dtype) for shape in shapes]
 
@@ -112,6 +113,17 @@ def test_one_position_after_the_other_is_the_reference(shape):
     reference, triton = Layer(REFERENCE, **shape), Layer(TRITON, **shape)
     inputs = reference.inputs(18)
     assert_near(plain(triton, inputs), reference.chunk(inputs, 0), reference.dtype)
+    triton.guards.check()
+
+
+@pytest.mark.parametrize("key_dim", [64, pytest.param(128, marks=SLOW)])
+def test_keys_of_several_parts_are_the_reference_and_have_the_same_bits_however_cut(key_dim):
+    """A tile's keys lie in parts of 32 channels, of which heads of 16 have one."""
+    reference, triton, whole = (Layer(form, key_dim=key_dim) for form in (REFERENCE, TRITON, TRITON))
+    inputs = reference.inputs(18)
+    found = plain(triton, inputs)
+    assert_near(found, reference.chunk(inputs, 0))
+    assert same_bits(whole.chunk(inputs, 0), found)
     triton.guards.check()
 
 
