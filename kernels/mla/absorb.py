@@ -1,7 +1,7 @@
-"""What multiplies a head's up-projections into decode rows: into queries before attention over latents, and after it.
+"""Multiplies heads' up-projections into decode rows: into queries before attention over latents, into outputs after.
 
 For few rows of DeepSeek's sizes Triton does more in the same launch on Hopper: it joins the absorbed query with the
-columns that RoPE has rotated, and rounds values to float8 for the GEMM that reads them. Torch does the rest: other
+columns that RoPE has rotated, and quantizes values to float8 for the GEMM that reads them. Torch does the rest: other
 sizes, more rows, other GPUs, and what is not aligned. Sums are in float32, and rounded once.
 
 Source: DeepSeek-V2 (2024), section 2.1.
