@@ -13,6 +13,7 @@ from baton.proto.inside import InsideChannel
 from baton.proto.secure_channel import SecureChannels
 from baton.proto.stream_mux_wire import End, read_decode_frame, read_prefill_frame
 from baton.router.attempt.continuation import Cause
+from baton.router.attempt.wake_queue import WakeQueue
 from baton.router.placement.members import PREFILL, Incarnation, Member, Members
 
 MAX_OPEN_BYTES: Final = 4 << 20  # limit of the requests in one message, unless it holds a single one
@@ -216,6 +217,9 @@ class Channels:
         secure: opens the channels; without it nothing is encrypted. After its certificate files change, new calls use a
             new channel, and calls on the old one run to their end.
         secret: proves this router's identity to workers; defaults to this process's own secret.
+
+    Attributes:
+        wake_queue: wakes the readers of what all workers send.
     """
 
     def __init__(
@@ -225,6 +229,7 @@ class Channels:
         secure: SecureChannels | None = None,
         secret: DeploymentSecret | None = None,
     ) -> None:
+        self.wake_queue = WakeQueue()
         self._secret = secret or DeploymentSecret.of_process()
         self._members = members
         self._spawn = spawn

@@ -240,8 +240,9 @@ class RequestRun:
         return self._changed
 
     def _wake(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
+        reader, self._changed = self._changed, None  # in the queue at most once
+        if reader is not None:
+            self._channels.wake_queue.wake(reader)
 
     def _put(self, emitted: CertainTokens) -> None:
         if self.on_arrival is not None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.fast
 FIRST = worker_pb2.PrefillEvent(first_token=worker_pb2.FirstToken(token=7))
 
 
-def a_run():
+def a_run(channels=None, max_tokens=8):
     def member(worker_id):
         state = SimpleNamespace(worker_id=worker_id, kv_address="", kv_epoch=0)
         return SimpleNamespace(state=state, incarnation=SimpleNamespace(worker_id=worker_id, epoch=5))
@@ -24,12 +24,12 @@ def a_run():
     request = GenerationRequest(
         key=AttemptKey("r", 1),
         prompt_token_ids=(1, 2),
-        sampling=SamplingParams(max_tokens=8),
+        sampling=SamplingParams(max_tokens=max_tokens),
         deadline_s=10.0,
         num_draft_tokens=0,
     )
     pair = SimpleNamespace(prefill=member("p"), decode=member("d"))
-    return RequestRun(request, pair, channels=None, clock=Clock())
+    return RequestRun(request, pair, channels=channels, clock=Clock())
 
 
 def say_all(run):
