@@ -71,6 +71,7 @@ MAX_HEADER_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 20.0
 LINGER_S: Final = 30.0  # as long as a body may take to arrive
 SAY_EVERY_S: Final = 10.0
+MAX_UNSENT_BYTES: Final = 64 << 10  # of a reply, that wait for the end of a pass of the event loop
 WAITING_BYTES: Final = 1024  # overhead of a waiting request, besides its own bytes
 PLACE: Final = "baton.connection"  # key of the connection in an ASGI scope
 
@@ -113,6 +114,7 @@ class Connections:
         registry = registry or CollectorRegistry()
         self.limits = limits
         self._open: set[Connection] = set()
+        self._unsent: list[Connection] = []
         self._idle: dict[Connection, None] = {}  # in order of idleness, the longest first
         self._held = held or ConnectionsHeld()
         self._said_s = float("-inf")
@@ -120,6 +122,20 @@ class Connections:
         self._closed = MetricCounter("baton_http_connections_closed", about, ("reason",), registry=registry)
         gauge = Gauge("baton_http_connections", "HTTP connections that are open", registry=registry)
         gauge.set_function(lambda: len(self._open))
+
+    def send_soon(self, connection: "Connection") -> None:
+        """Send what a connection has, after the current pass of the event loop and together with others.
+
+        A system call may wake the client's process. Many in a row wake it once.
+        """
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._unsent.append(connection)
+
+    def _send(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for connection in unsent:
+            connection.send()
 
     def take(self, connection: "Connection") -> bool:
         """Add a connection, closing an idle one if necessary; return whether there was room."""
@@ -198,6 +214,8 @@ class Connection(HttpToolsProtocol):
         self._num_bytes_without_body = 0
         self._answered: RequestResponseCycle | None = None
         self._waiting: deque[int] = deque()  # bytes of each request in `pipeline`
+        self._unsent: list[bytes] = []  # of replies
+        self._num_unsent_bytes = 0
         self._linger_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -224,6 +242,23 @@ class Connection(HttpToolsProtocol):
         self._all.drop(self)
         super().connection_lost(exc)
 
+    def write(self, data: bytes) -> None:
+        """Send a part of a reply soon, in one piece with the parts that follow in this pass of the event loop."""
+        if not self._unsent:
+            self._all.send_soon(self)
+        self._unsent.append(data)
+        self._num_unsent_bytes += len(data)
+        if self._num_unsent_bytes > MAX_UNSENT_BYTES:  # the transport tells when the client reads too slowly
+            self.send()
+
+    def send(self) -> None:
+        """Send what was written."""
+        data = b"".join(self._unsent)
+        self._unsent.clear()
+        self._num_unsent_bytes = 0
+        if data and not self.transport.is_closing():
+            self.transport.write(data)
+
     def end(self) -> None:
         """Close the connection at once; nothing is in progress."""
         self._is_refused = True
@@ -232,6 +267,7 @@ class Connection(HttpToolsProtocol):
 
     def close(self) -> None:
         """Close it after a reply, once the client has sent the whole request or `linger_s` have passed."""
+        self.send()
         if self._is_in_head and not self._is_refused:
             self.transport.close()
         else:
@@ -323,6 +359,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Handle the end of the reply. The rest of its request may still arrive for `linger_s`, and is dropped."""
+        self.send()
         if self._is_refused:
             return
         super().on_response_complete()
@@ -425,8 +462,8 @@ class _Transport:
         self._connection = connection
 
     def write(self, data: bytes) -> None:
-        """Send data."""
-        self._connection.transport.write(data)
+        """See `Connection.write`."""
+        self._connection.write(data)
 
     def is_closing(self) -> bool:
         """Whether nothing more is sent."""

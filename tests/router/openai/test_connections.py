@@ -351,3 +351,93 @@ async def test_garbage_behind_a_request_does_not_go_into_its_reply():
     async with listening() as (dial, _):
         reader, _ = await dial(b"GET /slow HTTP/1.1\r\n\r\n\x00\x01")
         assert await ended(reader) == b""
+
+
+class CountingTransport:
+    """A transport that records what is written to it."""
+
+    def __init__(self, transport, written):
+        self._transport, self._written = transport, written
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def write(self, data):
+        self._written.append(data)
+        self._transport.write(data)
+
+
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+BEGIN = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+def part(body, *, is_last=False):
+    return {"type": "http.response.body", "body": body, "more_body": not is_last}
+
+
+async def test_what_a_reply_says_in_one_pass_is_sent_in_one_piece_and_before_it_waits():
+    written, goes_on = [], asyncio.Event()
+
+    async def serves(scope, receive, send):
+        place = scope[connection.PLACE]
+        place.transport = CountingTransport(place.transport, written)
+        await send(BEGIN)
+        await send(part(b"first"))
+        await goes_on.wait()
+        for body in (b"second", b"third"):
+            await send(part(body))
+        await send(part(b"last", is_last=True))
+
+    async with listening(serves) as (dial, _), asyncio.timeout(20):
+        reader, _ = await dial(GET)
+        assert (await reader.readuntil(b"first\r\n")).startswith(b"HTTP/1.1 200")
+        goes_on.set()
+        assert await reader.readuntil(b"\r\n0\r\n\r\n") == b"6\r\nsecond\r\n5\r\nthird\r\n4\r\nlast\r\n0\r\n\r\n"
+    assert len(written) == 2
+
+
+async def test_replies_of_one_pass_are_sent_after_all_of_them_have_spoken():
+    written, waiting, goes_on = [], asyncio.Semaphore(0), asyncio.Event()
+    said_then = []
+
+    async def serves(scope, receive, send):
+        place = scope[connection.PLACE]
+        await send(BEGIN)
+        await send(part(b"first"))
+        waiting.release()
+        await goes_on.wait()
+        place.transport = CountingTransport(place.transport, written)
+        await send(part(b"second"))
+        said_then.append(len(written))
+        await asyncio.Event().wait()
+
+    async with listening(serves) as (dial, _), asyncio.timeout(20):
+        readers = [(await dial(GET))[0] for _ in range(5)]
+        for reader in readers:
+            await waiting.acquire()
+            await reader.readuntil(b"first\r\n")
+        goes_on.set()
+        for reader in readers:
+            assert await reader.readuntil(b"second\r\n") == b"6\r\nsecond\r\n"
+    assert said_then == [0] * 5 and len(written) == 5
+
+
+async def test_a_reply_that_never_waits_is_held_up_by_a_client_that_does_not_read():
+    num_sent, has_begun, body = 0, asyncio.Event(), bytes(1 << 20)
+
+    async def serves(scope, receive, send):
+        nonlocal num_sent
+        await send(BEGIN)
+        has_begun.set()
+        for _ in range(256):
+            await send(part(body))
+            num_sent += 1
+        await send(part(b"", is_last=True))
+
+    async with listening(serves) as (dial, _), asyncio.timeout(60):
+        reader, _ = await dial(GET)
+        await has_begun.wait()
+        assert num_sent < 256
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(256 * (len(b"100000\r\n") + len(body) + 2) + len(b"0\r\n\r\n"))
+    assert num_sent == 256
