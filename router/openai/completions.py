@@ -193,7 +193,9 @@ def timings_of(chunk: inference_pb2.GenerateChunk) -> dict[str, Any]:
 
 
 def stop_reason_of(chunk: inference_pb2.GenerateChunk) -> int | str | None:
-    """The stop token or string in an answer's last chunk; None for EOS, or if there was none."""
+    """The stop token or string in an answer's last chunk; None for EOS, if there was none, and in other chunks."""
+    if not chunk.HasField("finish"):
+        return None
     kind = chunk.finish.WhichOneof("stopped_by")
     stopped_by: int | str | None = None if kind is None else getattr(chunk.finish, kind)
     return stopped_by

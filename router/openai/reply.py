@@ -197,7 +197,8 @@ class Reply:
 
     async def event(self, data: Any) -> None:
         """Send one server-sent event."""
-        await self.start()
+        if not self.is_streaming:
+            await self.start()
         self._num_events += 1
         name = b"event: %b\n" % data["type"].encode("ascii") if self._manner.names_events else b""
         body = b"%bdata: %b\n\n" % (name, json_bytes(data))
@@ -227,9 +228,12 @@ class Reply:
             await self.start()
 
 
+_ENCODER: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # `dumps` would make one for each event
+
+
 def json_bytes(data: Any) -> bytes:
     """Encode compact JSON. Text is escaped to ASCII, so that no reader can split a character or a line of it."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _ENCODER.encode(data).encode("ascii")
 
 
 class JsonResponse(Response):
