@@ -40,6 +40,7 @@ from baton.router.admission.admission_queue import AdmissionQueue
 from baton.router.attempt.attempts import Attempts, AttemptsContext
 from baton.router.attempt.choices import Answers, Choices
 from baton.router.attempt.stats import RequestTracing, StreamStats
+from baton.router.attempt.wake_queue import WakeQueue
 from baton.router.metrics import RouterMetrics, is_clients
 from baton.router.placement.members import DECODE, PREFILL, Members
 from baton.router.placement.policy import Pair, require
@@ -140,6 +141,7 @@ THREAD_TEXT_LEN: Final = 2048  # longer texts (> 0.5 ms) are tokenized in a thre
 # longer, except runs of a few very long tokens. The router refuses longer requests unread.
 BASE_BYTES: Final = (64 << 10) + MAX_GRAMMAR_BYTES
 BYTES_PER_POSITION: Final = 16
+MAX_BEGUN: Final = 2  # calls in one pass of the event loop (2 ms each), so that a burst of them holds up no stream
 MAX_CALL_ANSWERS: Final = 256  # per call, unless an operator set how many requests the router holds
 MAX_PROMPT_LOGPROBS: Final = 2048  # per chunk, which keeps a chunk below 1 MiB
 LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
@@ -169,6 +171,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         settling: Settling | None = None,
     ) -> None:
         self._settling = settling
+        self._beginnings = WakeQueue(MAX_BEGUN)
         self.shutdown = shutdown or Shutdown()
         self._admission_queue = admission_queue
         self._log_requests = log_requests
@@ -255,6 +258,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         with self._admission.slot(num_answers), self._metrics.num_streams_open.track_inprogress():
             if self._settling is not None:
                 await self._settling.wait()
+            await self._beginnings.turn()
             yield
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> inference_pb2.TokenizeReply:

@@ -15,9 +15,14 @@ MAX_WOKEN: Final = 64  # in one pass of the event loop, which then takes some mi
 
 
 class WakeQueue:
-    """The readers of one event loop that are to wake, in order."""
+    """The readers of one event loop that are to wake, in order.
 
-    def __init__(self) -> None:
+    Args:
+        most: number of readers that wake in one pass.
+    """
+
+    def __init__(self, most: int = MAX_WOKEN) -> None:
+        self._most = most
         self._readers: deque[asyncio.Future[None]] = deque()
         self._is_waking = False
 
@@ -28,8 +33,14 @@ class WakeQueue:
             self._is_waking = True
             reader.get_loop().call_soon(self._wake_some)
 
+    async def turn(self) -> None:
+        """Wait until the caller's turn comes."""
+        reader = asyncio.get_running_loop().create_future()
+        self.wake(reader)
+        await reader
+
     def _wake_some(self) -> None:
-        for _ in range(min(MAX_WOKEN, len(self._readers))):
+        for _ in range(min(self._most, len(self._readers))):
             reader = self._readers.popleft()
             if not reader.done():
                 reader.set_result(None)

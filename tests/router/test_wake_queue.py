@@ -1,16 +1,20 @@
 """Readers of streams wake in turns, and a router that lags merges tokens instead of lagging further."""
 
 import asyncio
+from contextlib import suppress
 from types import SimpleNamespace
 
 import grpc.aio
 import pytest
 
-from baton.proto import worker_pb2
+from baton.core.errors import NoWorker
+from baton.proto import inference_pb2, worker_pb2
 from baton.proto.stream_mux_wire import StreamTokens, decode_frame, read_decode_frame
 from baton.router.attempt.channels import StreamMuxClient
 from baton.router.attempt.request_run import RequestRun
 from baton.router.attempt.wake_queue import MAX_WOKEN, WakeQueue
+from baton.router.inference import MAX_BEGUN
+from baton.tests.router.fakes import cluster
 from baton.tests.router.test_ended_attempt import FIRST, a_run
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
@@ -92,3 +96,26 @@ async def test_a_reader_waits_for_its_turn_once():
     for step in range(1, NUM_STEPS):
         run._on_decode_event(StreamTokens(step, [step]))
     assert woken == [reader]
+
+
+async def test_of_a_burst_of_calls_few_begin_in_one_pass(monkeypatch):
+    num_begun = 0
+
+    async def begin(*_, **__):
+        nonlocal num_begun
+        num_begun += 1
+        raise NoWorker("none")
+
+    async def call(inference):
+        with suppress(NoWorker):
+            async with inference.open([inference_pb2.GenerateRequest(text="hi")]):
+                pass
+
+    async with cluster() as running:
+        monkeypatch.setattr(running.router.inference, "_admit", begin)
+        calls = [asyncio.create_task(call(running.router.inference)) for _ in range(10 * MAX_BEGUN)]
+        while num_begun < len(calls):
+            before = num_begun
+            await asyncio.sleep(0)
+            assert num_begun <= before + MAX_BEGUN
+        await asyncio.gather(*calls)
