@@ -10,7 +10,8 @@ the gap between two of its tokens grows by the chunk's time. So a step with both
 
 The length that fits is learned: each step makes it a little longer or shorter. A long queue of prompts gets larger
 chunks, so that all waiting prompts are computed within `DRAIN_STEPS` steps, because then prompt throughput decides when
-sequences start. A very long one gets at most `LARGEST` of a step's tokens: GEMMs of more rows are hardly faster a row.
+sequences start. With the decode rows, a very long one gets at most `LARGEST` of a step's tokens: GEMMs of more rows are
+hardly faster a row, and CUDA graphs of steps with chunks have no more (`engine/graphs/piecewise.py`).
 """
 
 from typing import Final
@@ -21,7 +22,7 @@ DECODE_STEPS: Final = 2.25  # time limit of a step with chunks, in decode-only s
 LAUNCHES: Final = 1.1  # time limit, in times the host's launch takes
 FLOORS: Final = 1.5  # time limit, in steps with the shortest chunk
 DRAIN_STEPS: Final = 40
-LARGEST: Final = 0.5  # of a step's tokens, that a queue gets beside decode rows
+LARGEST: Final = 0.5  # of a step's tokens, that a queue gets together with decode rows
 WEIGHT: Final = 0.1  # of the newest step in a mean
 FORGET: Final = 1.02  # growth per launch of the remembered fastest launch time
 _SHRINK: Final = 0.5  # smallest factor by which one step changes what fits
@@ -97,7 +98,8 @@ class ChunkBudget:
         if 0.0 < self.limit_s == FLOORS * self.floor.seconds:  # alternate lengths, to check that the floor still holds
             self._is_shorter = not self._is_shorter
             fitting *= _SHORTER if self._is_shorter else 1.0
-        num_steps = max(DRAIN_STEPS, -(-num_waiting // self.full_len(has_decode_rows=True)))
+        largest = max(self.full_len(has_decode_rows=True) - num_decode_rows, MIN_LEN)
+        num_steps = max(DRAIN_STEPS, -(-num_waiting // largest))
         share = -(-num_waiting // num_steps)
         if share > self._drain_len or num_steps < self._drain_steps or not self._drain_steps:
             self._drain_len, self._drain_steps = share, num_steps

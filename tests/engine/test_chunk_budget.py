@@ -18,7 +18,9 @@ from baton.engine.chunk_budget import (
     WEIGHT,
     ChunkBudget,
 )
+from baton.engine.graphs.piecewise import MAX_EXPERT_ROWS, MAX_ROWS
 from baton.tests.engine.toy_engine import request_of, toy_engine
+from baton.worker.loading import GPU_NUM_TOKENS, MOE_GPU_NUM_TOKENS
 
 pytestmark = pytest.mark.fast
 ROWS = 4  # that decode
@@ -137,7 +139,8 @@ def test_a_long_queue_of_prompts_gets_larger_chunks_and_leaves_the_length_that_f
     assert device.budget.length(ROWS, fits * DRAIN_STEPS) == fits
     assert device.budget.length(ROWS, 300 * DRAIN_STEPS) == 300
     assert device.budget.length(ROWS, 300 * DRAIN_STEPS + 1) == 301, "all within so many steps"
-    assert device.budget.length(ROWS, LARGEST * 4096 * DRAIN_STEPS * 3 - 1) == LARGEST * 4096, "in more steps"
+    largest = LARGEST * 4096 - ROWS
+    assert device.budget.length(ROWS, largest * DRAIN_STEPS * 3 - 1) == largest, "in more steps"
     device.run(30, num_waiting=10_000_000)
     assert device.budget.length(ROWS, 1) == pytest.approx(fits, rel=0.01)
 
@@ -147,7 +150,7 @@ def test_a_queue_is_computed_within_so_many_steps(num_waiting):
     device = Device(0.010, 0.001)
     fits = device.run(200)
     for first_len, late in ((0, 0), (5, 1_000), (5, 40_000)):
-        left, at_once = num_waiting, max(DRAIN_STEPS, (num_waiting + late) / (LARGEST * 4096) + 1)
+        left, at_once = num_waiting, max(DRAIN_STEPS, (num_waiting + late) / (LARGEST * 4096 - ROWS) + 1)
         num_steps = at_once + (DRAIN_STEPS if late else 0)
         for step in range(1000):
             if step == first_len:
@@ -222,7 +225,14 @@ def test_a_very_long_queue_is_computed_by_chunks_of_one_length():
         lengths.append(budget.length(ROWS, left))
         left -= lengths[-1]
     assert len(set(lengths)) == 1
-    assert 0.99 * LARGEST * 4096 < lengths[0] <= LARGEST * 4096
+    assert 0.99 * LARGEST * 4096 < lengths[0] + ROWS <= LARGEST * 4096
+
+
+@pytest.mark.parametrize("num_rows", [1, 255, 1024, 2047, 2048, 4096])
+def test_steps_of_a_very_long_queue_have_graphs_by_default(num_rows):
+    """With their decode rows: steps of more rows than any graph has are launched kernel by kernel."""
+    for most, in_graphs in ((GPU_NUM_TOKENS, MAX_ROWS), (MOE_GPU_NUM_TOKENS, MAX_EXPERT_ROWS)):
+        assert num_rows + ChunkBudget(most).length(num_rows, 10_000_000) <= max(in_graphs, num_rows + FIRST_LEN)
 
 
 @pytest.mark.parametrize("num_gone", [70_000, 400_000, (1 << 64) - 1])
@@ -310,9 +320,10 @@ def test_clients_that_wait_for_each_other_get_the_rate_of_prompts_first(num_clie
 @pytest.mark.parametrize("num_clients", [1, 4, 8, 16, 64, 256])
 def test_clients_of_an_moe_layer_get_most_of_the_rate_of_prompts_first(num_clients):
     """With chunks that read all weights for a few tokens eight clients got a third of it, and sixteen two thirds."""
-    budget, num_turns = ChunkBudget(MOST), 12 if num_clients <= 16 else 3
+    most = MOE_GPU_NUM_TOKENS
+    budget, num_turns = ChunkBudget(most), 12 if num_clients <= 16 else 3
     rate, gap = closed_loop(budget.length, MoeLoad(), num_clients, budget, num_turns)
-    rate_first, _ = closed_loop(lambda num_rows, _: 2 * MOST - num_rows, MoeLoad(), num_clients, None, num_turns)
+    rate_first, _ = closed_loop(lambda num_rows, _: most - num_rows, MoeLoad(), num_clients, None, num_turns)
     assert rate > (0.9 if num_clients >= 64 else 0.7) * rate_first
     assert gap < (0.030 if num_clients <= 16 else 0.090)
 
