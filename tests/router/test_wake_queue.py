@@ -55,7 +55,7 @@ class Arrived:
 
 
 async def read_all(run: RequestRun, events):
-    token_ids = []
+    token_ids: list[int] = []
     while len(token_ids) < NUM_STEPS:
         if (emitted := run.take()) is None:
             await run.changed()
