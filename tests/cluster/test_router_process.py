@@ -19,7 +19,13 @@ import json, os, signal, sys
 print(json.dumps({ports!r}), flush=True)
 """
 SERVES = LISTENS + "sys.stdin.read()"
-DRAINS = LISTENS + "signal.signal(signal.SIGTERM, lambda *a: sys.exit(0)); sys.stdin.read()"
+# Blocked before it listens: a handler may come too early, or before a read that then waits for ever.
+DRAINS = f"""
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+{LISTENS}
+signal.sigwait([signal.SIGTERM])
+"""
 
 
 class Clock:
