@@ -228,7 +228,7 @@ _RAGGED_LEN = 4096  # and from this context on
 _TILES: Mapping[tuple[int, bool], Sequence[tuple[int, int, bool, int, int, int]]] = {
     (128, False): (
         (64, 0, True, 3, 4, 2), (64, 0, True, 2, 4, 3), (128, 0, True, 2, 4, 1), (128, 0, True, 3, 8, 1),
-        (64, 0, False, 3, 4, 3), (32, 0, False, 4, 4, 4), (64, 64, False, 3, 4, 2),
+        (64, 0, False, 3, 4, 3), (32, 0, False, 4, 4, 4), (64, 0, False, 3, 4, 2), (64, 64, False, 3, 4, 2),
     ),
     (256, False): (
         (64, 0, True, 3, 8, 1), (64, 0, True, 2, 8, 1), (32, 0, False, 3, 4, 3), (32, 0, False, 4, 4, 2),
@@ -280,7 +280,7 @@ _LONG = 1 << 20  # positions x sequences x KV heads, from which on a launch is l
 # Split-KV work partitions: index into `_TILES`, and target programs per multiprocessor. More programs than run at once
 # mean several rounds of shorter shares, whose last round leaves less idle.
 _BY_WORK: Mapping[int, Sequence[tuple[int, int]]] = {
-    128: ((0, 2), (0, 4), (0, 6), (0, 8), (0, 12), (4, 4), (4, 6), (4, 8), (5, 8), (6, 6)),
+    128: ((0, 2), (0, 4), (0, 6), (0, 8), (0, 12), (4, 4), (4, 6), (4, 8), (5, 8), (7, 6)),
     256: ((0, 3), (0, 6), (2, 6), (2, 9), (4, 1), (4, 3), (4, 6)),
 }
 # For long launches, by rows and D, the smallest size, and: tile, rows, swap, stages, warps, programs per
@@ -292,6 +292,7 @@ _LONG_FORMS: Mapping[tuple[int, int], tuple[int, Sequence[tuple[int, int, bool, 
             (32, 16, False, 3, 4, 3, 4096), (32, 16, False, 3, 4, 3, 1024), (32, 16, False, 3, 4, 3, 0),
             (32, 16, False, 3, 4, 6, 0), (64, 16, False, 3, 8, 1, 8192), (64, 16, False, 3, 8, 1, 1024),
             (64, 16, False, 3, 8, 1, 0), (64, 16, False, 3, 8, 2, 0), (32, 16, False, 4, 4, 2, 0),
+            (32, 16, False, 3, 4, 3, 2048), (64, 16, False, 2, 4, 2, 1024),
         ),
     ),
     (32, 256): (
@@ -300,7 +301,7 @@ _LONG_FORMS: Mapping[tuple[int, int], tuple[int, Sequence[tuple[int, int, bool, 
             (32, 32, False, 3, 4, 3, 4096), (32, 32, False, 3, 4, 2, 1024), (32, 32, False, 3, 4, 2, 0),
             (32, 32, False, 3, 4, 4, 0), (64, 32, False, 3, 8, 1, 8192), (64, 32, False, 3, 8, 1, 1024),
             (64, 32, False, 3, 8, 1, 0), (64, 32, False, 2, 4, 2, 0), (64, 32, True, 3, 8, 1, 0),
-            (64, 64, False, 3, 8, 1, 0),
+            (64, 64, False, 3, 8, 1, 0), (64, 32, False, 2, 4, 2, 1024),
         ),
     ),
     (64, 256): (
@@ -317,6 +318,7 @@ _LONG_FORMS: Mapping[tuple[int, int], tuple[int, Sequence[tuple[int, int, bool, 
             (64, 32, False, 3, 4, 3, 4096), (64, 32, False, 3, 4, 2, 8192), (64, 32, False, 3, 4, 2, 0),
             (64, 32, False, 3, 4, 3, 0), (64, 32, True, 3, 4, 2, 8192), (64, 32, True, 3, 4, 2, 0),
             (64, 64, False, 3, 4, 2, 8192), (64, 64, False, 3, 4, 2, 0), (128, 32, False, 3, 8, 1, 0),
+            (64, 32, False, 3, 4, 2, 2048),
         ),
     ),
 }  # fmt: skip
