@@ -81,8 +81,9 @@ class Pushes:
         self.open[attempt] = self.known[attempt] = Push(table, prompt_len)
 
     def push_cached(self, attempt, first, count):
-        push = self.open[attempt]
+        push = self.known[attempt]
         assert push.is_granted and not push.pushed and first == push.cached == 0
+        assert attempt in self.open or push.has_failed, "it may have ended by itself meanwhile"
         push.cached = count
 
     def commit(self, attempt, state, prefill_end_s):

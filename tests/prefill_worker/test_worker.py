@@ -157,6 +157,23 @@ def test_a_push_that_fails_ends_its_request(phase):
     check_nothing_left(prefill)
 
 
+def test_a_push_of_a_cached_prompt_that_is_over_before_its_grant_is_read():
+    prefill = Prefill(MODEL)
+    first = prefill.submit(PROMPT)
+    prefill.run()
+    prefill.pushes.ack(first)
+    key = prefill.submit(PROMPT)
+    while key not in prefill.pushes.open:
+        prefill.turn()
+    prefill.pushes.grant(key)
+    prefill.pushes.fail(key)
+    prefill.pushes.drain(key)
+    prefill.run()
+    assert prefill.pushes.known[key].cached, "the push was asked for all the same"
+    assert isinstance(prefill.sinks[key].error, TransferFailed)
+    check_nothing_left(prefill)
+
+
 @pytest.mark.parametrize(
     ("reason", "error"),
     [
