@@ -107,7 +107,7 @@ class ChunkBudget:
         needed = self._drain_len
         if num_waiting < needed * self._drain_steps:  # the steps after this one would take more: some went away
             needed = -(-num_waiting // self._drain_steps)
-        wanted = max(int(fitting), min(needed, largest))  # decode rows may have come since the queue was divided
+        wanted = max(int(fitting), needed)
         if num_waiting <= wanted:  # the queue is drained
             self._drain_steps = 0
         self.last_len = max(min(MIN_LEN, self._most), min(wanted, self._most - num_decode_rows))

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from baton.engine.chunk_budget import (
     DECODE_STEPS,
@@ -235,18 +233,6 @@ def test_steps_of_a_very_long_queue_have_graphs_by_default(num_rows):
     """With their decode rows: steps of more rows than any graph has are launched kernel by kernel."""
     for most, in_graphs in ((GPU_NUM_TOKENS, MAX_ROWS), (MOE_GPU_NUM_TOKENS, MAX_EXPERT_ROWS)):
         assert num_rows + ChunkBudget(most).length(num_rows, 10_000_000) <= max(in_graphs, num_rows + FIRST_LEN)
-
-
-STEPS = st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 500_000)), min_size=1, max_size=100)
-
-
-@given(STEPS)
-@example([(4, 250_000), *[(4 + 4 * step, 240_000 - 2_000 * step) for step in range(60)]])  # each step's prompts decode
-def test_no_step_of_a_queue_has_more_rows_than_graphs_have(steps):
-    """Whatever decoded when the queue was divided into chunks, and however it changes."""
-    budget = ChunkBudget(4096)
-    for num_rows, num_waiting in steps:
-        assert num_rows + budget.length(num_rows, num_waiting) <= max(LARGEST * 4096, num_rows + FIRST_LEN)
 
 
 @pytest.mark.parametrize("num_gone", [70_000, 400_000, (1 << 64) - 1])
