@@ -59,9 +59,17 @@ class ChunkBudget:
         """Time limit of a step with chunks and decode rows."""
         return max(DECODE_STEPS * self.decode_s, LAUNCHES * self.launch_s, FLOORS * self.floor.seconds)
 
-    def full_len(self, *, has_decode_rows: bool) -> int:
-        """Most tokens that a step's chunks have if any number of prompts wait."""
-        return max(int(LARGEST * self._most), 1) if has_decode_rows else self._most
+    def full_len(self, num_decode_rows: int) -> int:
+        """Most tokens that a step's chunks have beside these decode rows, if any number of prompts wait."""
+        if not num_decode_rows:
+            return self._most
+        return self._at_most(max(int(self._fitting), self._largest(num_decode_rows)), num_decode_rows)
+
+    def _largest(self, num_decode_rows: int) -> int:
+        return max(int(LARGEST * self._most) - num_decode_rows, MIN_LEN)
+
+    def _at_most(self, wanted: int, num_decode_rows: int) -> int:
+        return max(min(MIN_LEN, self._most), min(wanted, self._most - num_decode_rows))
 
     def decoded(self, seconds: float) -> None:
         """Record the time of a decode-only step."""
@@ -98,7 +106,7 @@ class ChunkBudget:
         if 0.0 < self.limit_s == FLOORS * self.floor.seconds:  # alternate lengths, to check that the floor still holds
             self._is_shorter = not self._is_shorter
             fitting *= _SHORTER if self._is_shorter else 1.0
-        largest = max(self.full_len(has_decode_rows=True) - num_decode_rows, MIN_LEN)
+        largest = self._largest(num_decode_rows)
         num_steps = max(DRAIN_STEPS, -(-num_waiting // largest))
         share = -(-num_waiting // num_steps)
         if share > self._drain_len or num_steps < self._drain_steps or not self._drain_steps:
@@ -110,7 +118,7 @@ class ChunkBudget:
         wanted = max(int(fitting), needed)
         if num_waiting <= wanted:  # the queue is drained
             self._drain_steps = 0
-        self.last_len = max(min(MIN_LEN, self._most), min(wanted, self._most - num_decode_rows))
+        self.last_len = self._at_most(wanted, num_decode_rows)
         return self.last_len
 
 

@@ -729,7 +729,7 @@ class Engine:
             return
         if flight.decode:
             self.budget.mixed(num_tokens, total_s, flight.launch_s)
-        full_len = self.budget.full_len(has_decode_rows=bool(flight.decode))
+        full_len = self.budget.full_len(len(flight.decode) * (flight.step.num_drafts + 1))
         self._full_rate.add(num_tokens, total_s, self._clock.now_s(), full_len=full_len)
         # In a mixed step, the chunks' share is the time beyond that of a decode-only step.
         chunks_s = total_s - self.budget.decode_s if flight.decode else total_s

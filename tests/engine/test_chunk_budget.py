@@ -385,3 +385,33 @@ def test_a_worker_computes_as_many_prompt_tokens_a_second_as_beside_its_decode_r
     for _ in range(20):
         engine.step()
     assert engine.engine.full_tokens_per_s() == pytest.approx(20 / 0.05)
+
+
+def test_the_rate_is_known_beside_many_decode_rows(monkeypatch):
+    """They leave a long queue's prompts less than half of what these have beside a single one."""
+    engine = toy_engine(k=0, chunk_len=128, max_num_sequences=60, num_blocks=4000, scheduling="sync")
+    monkeypatch.setattr(engine.engine.runner.meter, "durations_s", lambda _: (0.01, 0.05))
+    monkeypatch.setattr(engine.engine.budget, "mixed", lambda *_: None)
+    for _ in range(50):
+        engine.submit(request_of([2], max_tokens=90, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    assert engine.engine.full_tokens_per_s() == 0.0
+    engine.engine.budget._fitting = 1.0
+    engine.engine.num_queued_tokens = 1 << 20
+    for at in range(6):
+        engine.submit(request_of([at] * 64, max_tokens=1))
+    for _ in range(8):
+        engine.step()
+    assert engine.engine.full_tokens_per_s() == pytest.approx(MIN_LEN / 0.05)
+
+
+@pytest.mark.parametrize("num_decode_rows", [0, 1, 60, 1023, 2047, 2048, 4000, 5000])
+@pytest.mark.parametrize("fitting", [1, 300, 3000])
+@pytest.mark.parametrize("most", [8, 256, 4096])
+def test_a_full_step_has_what_any_number_of_prompts_would_get(most, fitting, num_decode_rows):
+    """Else a short prompt's step would count as full, and its rate would be far too low, or none would count."""
+    budget = ChunkBudget(most)
+    budget._fitting = float(fitting)
+    full_len = budget.full_len(num_decode_rows)
+    assert 0.95 * full_len <= budget.length(num_decode_rows, 1 << 40) <= full_len
