@@ -27,7 +27,7 @@ class WakeQueue:
         self._is_waking = False
 
     def wake(self, reader: "asyncio.Future[None]") -> None:
-        """Wake a reader after those before it; a cancelled one is passed over."""
+        """Wake a reader after those before it; a cancelled one is passed over and takes no turn."""
         self._readers.append(reader)
         if not self._is_waking:
             self._is_waking = True
@@ -40,10 +40,12 @@ class WakeQueue:
         await reader
 
     def _wake_some(self) -> None:
-        for _ in range(min(self._most, len(self._readers))):
+        num_woken = 0
+        while self._readers and num_woken < self._most:
             reader = self._readers.popleft()
             if not reader.done():
                 reader.set_result(None)
+                num_woken += 1
         if self._readers:
             self._readers[0].get_loop().call_soon(self._wake_some)
         else:

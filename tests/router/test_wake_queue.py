@@ -28,12 +28,25 @@ async def test_readers_wake_in_order_and_few_in_one_pass():
     readers[1].cancel()
     for reader in readers:
         queue.wake(reader)
-    for num in (MAX_WOKEN, 2 * MAX_WOKEN, len(readers)):
+    for num in (MAX_WOKEN + 1, 2 * MAX_WOKEN + 1, len(readers)):  # the cancelled one takes no turn
         assert not readers[num - 1].done()
         await asyncio.sleep(0)
         assert [reader.done() for reader in readers] == [place < num for place in range(len(readers))]
     queue.wake(again := loop.create_future())
     await again
+
+
+async def test_a_call_does_not_wait_behind_calls_of_clients_that_are_gone():
+    queue = WakeQueue(MAX_BEGUN)
+    gone = [asyncio.create_task(queue.turn()) for _ in range(50 * MAX_BEGUN)]
+    await asyncio.sleep(0)
+    for call in gone[MAX_BEGUN:]:
+        call.cancel()
+    here = asyncio.create_task(queue.turn())
+    for _ in range(4):  # cancellation, its turn, the reader's and the task's end
+        await asyncio.sleep(0)
+    assert here.done()
+    await asyncio.gather(*gone, return_exceptions=True)
 
 
 class Arrived:
