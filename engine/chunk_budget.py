@@ -111,6 +111,8 @@ class ChunkBudget:
         share = -(-num_waiting // num_steps)
         if share > self._drain_len or num_steps < self._drain_steps or not self._drain_steps:
             self._drain_len, self._drain_steps = share, num_steps
+        elif self._drain_len > largest:  # decode rows have come since
+            self._drain_len, self._drain_steps = largest, max(self._drain_steps, -(-num_waiting // largest))
         self._drain_steps -= 1
         needed = self._drain_len
         if num_waiting < needed * self._drain_steps:  # the steps after this one would take more: some went away

@@ -235,6 +235,15 @@ def test_steps_of_a_very_long_queue_have_graphs_by_default(num_rows):
         assert num_rows + ChunkBudget(most).length(num_rows, 10_000_000) <= max(in_graphs, num_rows + FIRST_LEN)
 
 
+def test_steps_of_a_very_long_queue_keep_their_graphs_while_its_sequences_begin_to_decode():
+    """And the queue is drained as fast as these allow."""
+    budget, left, num_rows = ChunkBudget(GPU_NUM_TOKENS), 256_000, 1
+    while left > 0:
+        length = budget.length(num_rows, left)
+        assert min(0.97 * MAX_ROWS, num_rows + left) <= num_rows + length <= MAX_ROWS
+        left, num_rows = left - length, min(num_rows + 2, 256)
+
+
 @pytest.mark.parametrize("num_gone", [70_000, 400_000, (1 << 64) - 1])
 def test_a_queue_that_goes_away_leaves_no_longer_chunks(num_gone):
     """As of a router whose clients give up. What comes after it gets the chunks of a queue of its own length."""

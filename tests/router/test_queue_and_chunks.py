@@ -9,6 +9,7 @@ from collections import deque
 import pytest
 
 from baton.engine.chunk_budget import ChunkBudget
+from baton.engine.graphs.piecewise import MAX_ROWS
 from baton.router.admission.admission import Capacity, RequestWork
 from baton.router.admission.fair_queue import FairQueue, QueueLimits
 from baton.tests.engine.test_chunk_budget import (
@@ -109,3 +110,22 @@ def test_a_worker_that_did_not_know_the_queue_would_leave_it_there(costs):
     told, blind = (Worker(costs, 256, is_told=is_told).run() for is_told in (True, False))
     assert told.rate > 1.03 * blind.rate
     assert told.median_first_s < 0.5 * blind.median_first_s
+
+
+@pytest.mark.parametrize("costs", [LLAMA_8B, FLOAT8_32B], ids=["8B", "32B in float8"])
+def test_a_queue_at_the_router_leaves_steps_their_graphs(costs, monkeypatch):
+    """However many of its prompts decode meanwhile. A chunk that fits beside them may be longer."""
+    worker, num_long = Worker(costs, 256, is_told=True), 0
+    length = worker.budget.length
+
+    def seen(num_rows, num_waiting):
+        nonlocal num_long
+        asked = length(num_rows, num_waiting)
+        if num_rows and asked > worker.budget._fitting:
+            num_long += 1
+            assert num_rows + asked <= MAX_ROWS
+        return asked
+
+    monkeypatch.setattr(worker.budget, "length", seen)
+    worker.run()
+    assert num_long > 100
