@@ -41,7 +41,14 @@ from baton.kernels.mla.norm_rope_write import latent_norm_rope_write, rotate_and
 from baton.kernels.mla.prefill import mla_prefill
 from baton.kernels.moe import moe
 from baton.kernels.moe.gemm import Fp8ExpertWeights, experts_grouped
-from baton.kernels.moe.select_topk import MAX_CHOSEN, MAX_EXPERTS, Scoring, select_topk, select_topk_reference
+from baton.kernels.moe.select_topk import (
+    MAX_CHOSEN,
+    MAX_EXPERTS,
+    Scoring,
+    select_topk,
+    select_topk_reference,
+    with_shared,
+)
 from baton.kernels.pointwise import rms_norm, sigmoid_gate, silu_mul
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.pointwise.rope import rope
@@ -89,7 +96,7 @@ class Ops:
         implementation: TRITON or REFERENCE.
 
     Attributes:
-        rechoose: function that replaces the weights and experts that a router selected; None, as always when answers
+        rechoose: function that overwrites the weights and experts that a router selected; None, as always when answers
             matter, keeps them. Benchmarks set it, before anything is captured.
     """
 
@@ -102,7 +109,7 @@ class Ops:
         assert implementation is not Implementation.AUTO
         self.numerics = numerics
         self.implementation = implementation
-        self.rechoose: Callable[[torch.Tensor, torch.Tensor], Choice] | None = None
+        self.rechoose: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self._inner = inner
         self._is_invariant = invariant = numerics is Numerics.INVARIANT
         self._is_fused = implementation is Implementation.TRITON
@@ -442,13 +449,28 @@ class Ops:
         nope_TAN, turned_TAP = query_TAE.tensor_split([nope_dim], dim=2)
         return absorbed_queries(nope_TAN, turned_TAP, expand_AYC[:, :nope_dim], invariant=self._is_invariant)
 
-    def route(self, logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> Choice:
-        """Select experts: weights [T, K] in the wide dtype, and experts [T, K], most probable first."""
+    def route(
+        self,
+        logits_TE: torch.Tensor,
+        num_chosen: int,
+        renormalise: bool,
+        *,
+        has_shared: bool = False,
+        gate_T1: torch.Tensor | None = None,
+    ) -> Choice:
+        """Select experts: weights [T, K] in the wide dtype, and experts [T, K], most probable first.
+
+        With `has_shared` expert E follows as one choice more, whose weight is the sigmoid of `gate_T1`, else 1.
+        """
         if self._is_fused:
-            made = select_topk(logits_TE, num_chosen, renormalise=renormalise, implementation=self.implementation)
+            made = select_topk(
+                logits_TE, num_chosen, renormalise=renormalise,
+                has_shared=has_shared, gate_T1=gate_T1, implementation=self.implementation,
+            )  # fmt: skip
         else:
             made = self._route(logits_TE, num_chosen, renormalise)
-        return made if self.rechoose is None else self.rechoose(*made)
+            made = with_shared(*made, logits_TE.shape[1], gate_T1) if has_shared else made
+        return self._rechosen(*made, num_chosen)
 
     def route_by_sigmoid(
         self,
@@ -458,16 +480,26 @@ class Ops:
         bias_E: torch.Tensor,
         groups: tuple[int, int],
         scaling: float,
+        *,
+        has_shared: bool = False,
     ) -> Choice:
         """Select experts by sigmoid plus bias, within the groups that are kept: see `select_topk`."""
         if self._is_fused:
             made = select_topk(
                 logits_TE, num_chosen, scoring=Scoring.SIGMOID, renormalise=renormalise, bias_E=bias_E,
-                num_groups=groups[0], num_kept_groups=groups[1], scaling=scaling, implementation=self.implementation,
+                num_groups=groups[0], num_kept_groups=groups[1], scaling=scaling,
+                has_shared=has_shared, implementation=self.implementation,
             )  # fmt: skip
         else:
             made = select_topk_reference(logits_TE, num_chosen, True, renormalise, bias_E, groups, scaling)
-        return made if self.rechoose is None else self.rechoose(*made)
+            made = with_shared(*made, logits_TE.shape[1], None) if has_shared else made
+        return self._rechosen(*made, num_chosen)
+
+    def _rechosen(self, weight_TK: torch.Tensor, expert_TK: torch.Tensor, num_chosen: int) -> Choice:
+        """Overwrite the choice of routed experts if a benchmark wants to; a shared expert stays the last one."""
+        if self.rechoose is not None:
+            self.rechoose(weight_TK[:, :num_chosen], expert_TK[:, :num_chosen])
+        return weight_TK, expert_TK
 
     def experts(
         self,

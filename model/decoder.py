@@ -63,7 +63,9 @@ class DecoderLayer:
         )
         self.mlp_norm = RMSNorm(source, f"{prefix}.post_attention_layernorm", eps, ops, plus_one=plus_one)
         self.mlp: MLP | SparseMLP = (
-            SparseMLP(source, prefix, config, ops) if config.is_sparse(layer) else MLP(source, f"{prefix}.mlp", ops)
+            SparseMLP(source, prefix, config, ops)
+            if config.is_sparse(layer)
+            else MLP.take(source, f"{prefix}.mlp", ops)
         )
 
     def pieces(
@@ -88,7 +90,7 @@ class DecoderLayer:
                 mixed_TD = self.attention.join(mixed_TQ, gate_TAE)
             mixed_TD = inputs.dealt.shared(mixed_TD)
         is_sparse = isinstance(self.mlp, SparseMLP)
-        normed, x_TD = self.mlp_norm.read_by(self.mlp.reader, x_TD, mixed_TD, keep=is_sparse)
+        normed, x_TD = self.mlp_norm.read_by(self.mlp.reader_of(len(x_TD)), x_TD, mixed_TD, keep=is_sparse)
         return x_TD, self.mlp(normed, may_wait=inputs.may_wait, routed=inputs.routed)
 
 

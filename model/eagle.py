@@ -42,7 +42,7 @@ class EagleHead:
         self.hidden_norm = RMSNorm(source, f"{LAYER}.hidden_norm", eps, ops)
         self.attention = Attention(source, f"{LAYER}.self_attn", layer, sizes, ops)
         self.mlp_norm = RMSNorm(source, f"{LAYER}.post_attention_layernorm", eps, ops)
-        self.mlp = MLP(source, f"{LAYER}.mlp", ops)
+        self.mlp = MLP.take(source, f"{LAYER}.mlp", ops)
         self.norm = RMSNorm(source, "norm", eps, ops)
         self._norms_before_residual = config.norms_before_residual
         self._ops = ops
@@ -64,5 +64,5 @@ class EagleHead:
         query_TAE, gate_TAE = self.attention.project(pair_TX, inputs)
         mixed_TQ = yield self.attention, (query_TAE,)
         mixed_TD = self.attention.join(mixed_TQ, gate_TAE)
-        normed, x_TD = self.mlp_norm.read_by(self.mlp.reader, x_TD, mixed_TD)
+        normed, x_TD = self.mlp_norm.read_by(self.mlp.reader_of(len(x_TD)), x_TD, mixed_TD)
         return x_TD + self.mlp(normed, may_wait=inputs.may_wait)

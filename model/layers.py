@@ -91,14 +91,45 @@ class WeightSource:
         weight_NK = self.take(*names)
         return weight_NK if self.quantization is Quantization.NONE else _quantized(weight_NK, names[0])
 
-    def take_stacked(self, groups: Sequence[Sequence[str]], why: str = "") -> torch.Tensor:
-        """[len(groups), ...]: each group's tensors stacked by rows, the groups stacked; `why` they are not float8."""
-        stacked = self._new((len(groups), *self._stack_shape(groups[0])), self.dtype)
+    def take_stacked(
+        self, groups: Sequence[Sequence[str]], why: str = "", into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[len(groups), ...]: each group's tensors stacked by rows, the groups stacked; `why` they are not float8.
+
+        They are stacked in the memory of `into`, if it is given.
+        """
+        shape = (len(groups), *self.stack_shape(groups[0]))
+        stacked = self.new(shape) if into is None else into.view(shape)
         self._fill(list(zip(groups, stacked, strict=True)), why)
         return stacked
 
-    def take_experts(self, names: Sequence[tuple[str, str, str]]) -> Experts:
+    def may_stack(self, names: Sequence[tuple[str, str, str]], other: tuple[str, str, str]) -> bool:
+        """Whether another MLP may be stacked with experts: they have one size, and would get one form by themselves.
+
+        Args:
+            names: gate, up and down projections of the experts.
+            other: those of the other MLP.
+        """
+        if len({tuple(self._shape(name) for name in one) for one in (*names, other)}) > 1:
+            return False
+        stored = {name in self.float8.scales for one in (*names, other) for name in one}
+        if stored == {True}:
+            whys = {self._why_wide(part, whole=True) for one in (*names, other) for part in (one[:2], one[2:])}
+            return len(whys | {self._why_wide(part, whole=False) for part in (other[:2], other[2:])}) == 1
+        return stored == {False}
+
+    def are_wide(self, names: Sequence[tuple[str, str, str]]) -> bool:
+        """Whether `take_experts` gives weights in the model's dtype."""
+        if any(name in self.float8.scales for one in names for name in one):
+            return any(self._why_wide(part, whole=True) for one in names for part in (one[:2], one[2:]))
+        return self.quantization is Quantization.NONE
+
+    def take_experts(self, names: Sequence[tuple[str, str, str]], into: torch.Tensor | None = None) -> Experts:
         """Stacked experts of a layer that this rank holds, from the names of all: gate, up and down projections.
+
+        Args:
+            names: of all experts.
+            into: memory for gate and up projections, unless they are float8.
 
         Raises:
             ModelUnsupported: their sizes, or this rank's part of them, cannot be quantized; a scale is not finite.
@@ -109,11 +140,12 @@ class WeightSource:
         if any(name in self.float8.scales for names in groups for name in names):
             whys = [why for names in groups if (why := self._why_wide(names, whole=True))]
             if whys:
-                return ExpertWeights(self.take_stacked(gate_up, whys[0]), self.take_stacked(down, whys[0]), self.held)
+                gate_up_EJD = self.take_stacked(gate_up, whys[0], into)
+                return ExpertWeights(gate_up_EJD, self.take_stacked(down, whys[0]), self.held)
             tensors = *self._stack_float8(gate_up), *self._stack_float8(down)
             return Fp8ExpertWeights(*tensors, self.held, self._rounds_scales)
         if self.quantization is Quantization.NONE:
-            return ExpertWeights(self.take_stacked(gate_up), self.take_stacked(down), self.held)
+            return ExpertWeights(self.take_stacked(gate_up, into=into), self.take_stacked(down), self.held)
         gate_up_EJD, gate_up_scale = self._take_quantized(gate_up)
         down_EDI, down_scale = self._take_quantized(down)
         return Fp8ExpertWeights(gate_up_EJD, gate_up_scale, down_EDI, down_scale, self.held)
@@ -151,7 +183,7 @@ class WeightSource:
 
     def _take(self, names: Sequence[str], why: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Tensors stacked by rows in the model's dtype; `why` says why float8 ones are dequantized."""
-        target = self._new(self._stack_shape(names), dtype or self.dtype)
+        target = self.new(self.stack_shape(names), dtype)
         self._fill([(names, target)], why)
         return target
 
@@ -182,10 +214,11 @@ class WeightSource:
             if self.on_progress is not None:
                 self.on_progress(self.num_done, self.num_total)
 
-    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+    def new(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Memory for weights, in the model's dtype by default."""
+        return torch.empty(tuple(shape), dtype=dtype or self.dtype, device=self.device)
 
-    def _stack_shape(self, names: Sequence[str]) -> tuple[int, ...]:
+    def stack_shape(self, names: Sequence[str]) -> tuple[int, ...]:
         """Shape of this rank's parts of tensors stacked by rows."""
         shapes = [self._shape(name) for name in names]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
@@ -215,7 +248,7 @@ class WeightSource:
     def _stack_float8(self, groups: Sequence[Sequence[str]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Values [len(groups), ...] and scales of stacked weights."""
         scales = torch.stack([torch.cat([self._block_scales(name) for name in names]) for names in groups])
-        values = self._new((len(groups), *self._stack_shape(groups[0])), torch.float8_e4m3fn)
+        values = self.new((len(groups), *self.stack_shape(groups[0])), torch.float8_e4m3fn)
         self._fill(list(zip(groups, values, strict=True)), None)
         return values, scales
 
@@ -299,15 +332,20 @@ class RMSNorm:
 class MLP:
     """SwiGLU with gate and up projections in one GEMM."""
 
-    def __init__(self, source: WeightSource, prefix: str, ops: Ops) -> None:
-        gate, up, down = mlp_names(prefix)
-        self.gate_up_JD = source.take_linear(gate, up)
-        self.down_DI = source.take_linear(down)
+    def __init__(self, gate_up_JD: Weight, down_DI: Weight, ops: Ops) -> None:
+        self.gate_up_JD = gate_up_JD
+        self.down_DI = down_DI
         self._ops = ops
 
-    @property
-    def reader(self) -> Weight:
-        """The weight of the GEMM that alone reads the rows."""
+    @classmethod
+    def take(cls, source: WeightSource, prefix: str, ops: Ops) -> "MLP":
+        """Read its weights."""
+        gate, up, down = mlp_names(prefix)
+        return cls(source.take_linear(gate, up), source.take_linear(down), ops)
+
+    def reader_of(self, num_rows: int) -> Weight:
+        """The weight of the GEMM that alone reads the rows, however many they are."""
+        del num_rows
         return self.gate_up_JD
 
     def __call__(self, x_TD: Rows, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:

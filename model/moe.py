@@ -3,83 +3,178 @@
 Checkpoints hold one tensor per expert; they are stacked at load. Sources: the shared expert is that of transformers'
 `Qwen2MoeSparseMoeBlock`, which has a gate, and of `DeepseekV3MoE`, which has none; routing by sigmoids, computed in the
 wide dtype from the hidden states on, is `DeepseekV3TopkRouter`'s.
+
+A shared expert that is like the routed ones is stacked behind them, and in steps of few tokens it is one more choice of
+every token, which saves its launches (`kernels.moe.shared_plan`). Otherwise its GEMMs are its own: in steps of many
+tokens, in batch-invariant numerics, where ranks hold different experts, and where its size or quantization differs.
+
+Legend: T tokens, D hidden size, E routed experts, J outputs of an expert's first GEMM.
 """
+
+from dataclasses import replace
 
 import torch
 
+from baton.kernels.gemm.fp8_weight import Fp8Weight
+from baton.kernels.moe import shared_plan
 from baton.kernels.moe.expert_slots import ExpertSlots, RoutedRows
-from baton.kernels.ops import Ops, Rows, Weight, plain
+from baton.kernels.moe.gemm import Fp8ExpertWeights
+from baton.kernels.ops import Experts, Ops, Rows, Weight, plain
 from baton.model.config import ModelConfig
 from baton.model.layers import MLP, WeightSource, joined
-from baton.model.tensor_spec import router_bias
+from baton.model.tensor_spec import mlp_names, router_bias
+
+_GATE_ROWS = 8  # of a shared expert's gate and zeros, so that rows of logits begin at multiples of 16 bytes
 
 
 class SparseMLP:
-    """Sends each token to its `num_experts_per_token` best experts. Legend: T tokens, D hidden size, E experts.
+    """Sends each token to its `num_experts_per_token` best experts.
 
     Attributes:
-        experts: the experts that this rank holds.
+        experts: the routed experts that this rank holds.
+        stack: the same and, as the last one, the shared expert; None: it is not stacked.
         slots: where all experts are, and their loads; None if they do not move.
         both_ND: the shared expert's first GEMM and the router's in one, J + E outputs, of which the two are views,
             because a GEMM with few outputs takes as long as its launch. None: there is no shared expert, its weights
             are float8, or the router's logits are wide.
+        router_XD: router and gate of a stacked shared expert, E + 8 outputs, of which `router_ED` is a view; the router
+            alone where there is no gate.
     """
 
     def __init__(self, source: WeightSource, layer_prefix: str, config: ModelConfig, ops: Ops) -> None:
         prefix = f"{layer_prefix}.{config.sparse_block}"
-        experts = [config.expert_names(layer_prefix, expert) for expert in range(config.num_experts)]
+        names = [config.expert_names(layer_prefix, expert) for expert in range(config.num_experts)]
         self._routing = config.sigmoid_routing
         take = source.take if self._routing is None else source.take_exact
-        self.router_ED = take(f"{prefix}.gate.weight")
+        self.router_ED = self.router_XD = take(f"{prefix}.gate.weight")
         self.bias_E = None if self._routing is None else source.take_wide(router_bias(prefix))
-        self.experts = source.take_experts(experts)
+        shared_prefix = f"{layer_prefix}.{config.shared_expert}"
+        shared_names = mlp_names(shared_prefix)
+        has_shared = bool(config.shared_expert_size)
+        has_gate = has_shared and self._routing is None
+        gate_1D = source.take(f"{shared_prefix}_gate.weight") if has_gate else None
+        may_stack = has_shared and not ops.is_invariant and source.held is None
+        self.stack: Experts | None = None
+        self.both_ND: torch.Tensor | None = None
+        self.shared: _SharedExpert | None = None
+        if may_stack and source.may_stack(names, shared_names):
+            self._take_stack(source, [*names, shared_names], gate_1D, ops)
+        else:
+            self.experts = source.take_experts(names)
+            if has_shared:
+                self.shared = _SharedExpert(MLP.take(source, shared_prefix, ops), gate_1D, ops)
+                self._join_gemms(self.shared.mlp)
         held = source.held
         self.slots = ExpertSlots(held, source.device) if held is not None and held.may_move else None
-        self.shared = _SharedExpert(source, layer_prefix, config, ops) if config.shared_expert_size else None
-        self.both_ND = None
-        if self.shared is not None and self._routing is None:
-            self.both_ND = joined(self.shared.mlp.gate_up_JD, self.router_ED)
-        if self.shared is not None and self.both_ND is not None:
-            self.shared.mlp.gate_up_JD, self.router_ED = self.both_ND.tensor_split([-config.num_experts])
+        self._max_stacked = 0  # tokens of a step in which the shared expert is one more choice
+        if self.stack is not None:
+            _, hidden, inner_size = self.stack.down_EDI.shape
+            is_fp8 = isinstance(self.stack, Fp8ExpertWeights)
+            self._max_stacked = shared_plan.max_tokens(inner_size, hidden, is_fp8=is_fp8)
         self._num_chosen = config.num_experts_per_token
         self._renormalise = config.renormalise_experts
         self._ops = ops
 
-    @property
-    def reader(self) -> Weight | None:
+    def _take_stack(
+        self, source: WeightSource, names: list[tuple[str, str, str]], gate_1D: torch.Tensor | None, ops: Ops
+    ) -> None:
+        """Read all experts, the shared one as the last, into one stack; the router follows it in memory.
+
+        So the shared expert's first GEMM, the router's, and both in one read the same memory.
+        """
+        (num_outputs, hidden), num_routed = source.stack_shape(names[-1][:2]), len(names) - 1
+        num_stacked, router_ED = len(names) * num_outputs, self.router_ED
+        num_beside = 0 if gate_1D is None else num_routed + _GATE_ROWS
+        is_wide = source.are_wide(names)
+        rows_XD = source.new((num_stacked * is_wide + num_beside, hidden))
+        stack = source.take_experts(names, rows_XD[:num_stacked] if is_wide else None)
+        if gate_1D is not None:
+            self.router_XD = rows_XD[-num_beside:]
+            self.router_XD[:num_routed] = router_ED
+            self.router_XD[num_routed:] = 0
+            self.router_XD[num_routed : num_routed + 1] = gate_1D
+            self.router_ED, gate_1D = self.router_XD[:num_routed], self.router_XD[num_routed : num_routed + 1]
+            if is_wide:
+                self.both_ND = rows_XD[num_stacked - num_outputs : num_stacked + num_routed]
+        self.stack = replace(stack, has_shared=True)
+        self.experts = _first(stack, num_routed)
+        self.shared = _SharedExpert(MLP(*_last(stack), ops), gate_1D, ops)
+
+    def _join_gemms(self, mlp: MLP) -> None:
+        """Let the router's GEMM and the first one of the shared expert be one, if they can be."""
+        num_routed = len(self.router_ED)
+        self.both_ND = joined(mlp.gate_up_JD, self.router_ED) if self._routing is None else None
+        if self.both_ND is not None:
+            mlp.gate_up_JD, self.router_ED = self.both_ND.tensor_split([-num_routed])
+            self.router_XD = self.router_ED
+
+    def reader_of(self, num_rows: int) -> Weight | None:
         """The weight of the shared expert's first GEMM, which reads the rows beside others; None: there is none."""
-        return None if self.shared is None else self.shared.mlp.reader
+        return None if self.shared is None or self._is_stacked(num_rows) else self.shared.mlp.reader_of(num_rows)
 
     def __call__(self, x: Rows, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
         """[T, D] -> [T, D]; the host may wait for the device only if `may_wait`. Needs `routed` if experts may move."""
         x_TD, gate_up_TJ = plain(x), None
-        if self.both_ND is None:
+        is_stacked = self._is_stacked(len(x_TD))
+        if is_stacked or self.both_ND is None:
             linear = self._ops.linear if self._routing is None else self._ops.linear_wide
-            logits_TE = linear(x_TD, self.router_ED)
+            logits_TX = linear(x_TD, self.router_XD if is_stacked else self.router_ED)
         else:
-            gate_up_TJ, logits_TE = self._ops.linear(x_TD, self.both_ND).tensor_split([-len(self.router_ED)], dim=1)
-        routing, bias_E = self._routing, self.bias_E
-        if routing is None or bias_E is None:
-            weight_TK, expert_TK = self._ops.route(logits_TE, self._num_chosen, self._renormalise)
-        else:
-            groups = (routing.num_groups, routing.num_kept_groups)
-            weight_TK, expert_TK = self._ops.route_by_sigmoid(
-                logits_TE, self._num_chosen, self._renormalise, bias_E, groups, routing.scaling
-            )
+            gate_up_TJ, logits_TX = self._ops.linear(x_TD, self.both_ND).tensor_split([-len(self.router_ED)], dim=1)
+        weight_TK, expert_TK = self._route(logits_TX, is_stacked)
+        if is_stacked:
+            assert self.stack is not None
+            return self._ops.experts(x_TD, weight_TK, expert_TK, self.stack, may_wait)
         if self.slots is not None:
             assert routed is not None
             expert_TK = self.slots.place(expert_TK, routed)
         mixed_TD = self._ops.experts(x_TD, weight_TK, expert_TK, self.experts, may_wait)
         return mixed_TD if self.shared is None else self.shared.add_to(mixed_TD, x, gate_up_TJ)
 
+    def _is_stacked(self, num_rows: int) -> bool:
+        """Whether the shared expert is one more choice in a step of so many rows."""
+        return 0 < num_rows <= self._max_stacked
+
+    def _route(self, logits_TX: torch.Tensor, has_shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and experts of the tokens; X is E, or more where the shared expert's gate follows."""
+        routing, bias_E = self._routing, self.bias_E
+        if routing is None or bias_E is None:
+            logits_TE = logits_TX[:, : len(self.router_ED)]
+            gate_T1 = logits_TX[:, len(self.router_ED) :][:, :1] if has_shared else None
+            return self._ops.route(
+                logits_TE, self._num_chosen, self._renormalise, has_shared=has_shared, gate_T1=gate_T1
+            )
+        groups = (routing.num_groups, routing.num_kept_groups)
+        return self._ops.route_by_sigmoid(
+            logits_TX, self._num_chosen, self._renormalise, bias_E, groups, routing.scaling, has_shared=has_shared
+        )
+
+
+def _first(stack: Experts, count: int) -> Experts:
+    """The first experts of a stack, as views."""
+    gate_up_EJD, down_EDI = stack.gate_up_EJD[:count], stack.down_EDI[:count]
+    if not isinstance(stack, Fp8ExpertWeights):
+        return replace(stack, gate_up_EJD=gate_up_EJD, down_EDI=down_EDI)
+    gate_up_scale, down_scale = stack.gate_up_scale[:count], stack.down_scale[:count]
+    return replace(
+        stack, gate_up_EJD=gate_up_EJD, gate_up_scale=gate_up_scale, down_EDI=down_EDI, down_scale=down_scale
+    )
+
+
+def _last(stack: Experts) -> tuple[Weight, Weight]:
+    """Both weights of the last expert of a stack, as views; rows of float8's scales are padded copies."""
+    if not isinstance(stack, Fp8ExpertWeights):
+        return stack.gate_up_EJD[-1], stack.down_EDI[-1]
+    gate_up = Fp8Weight.of(stack.gate_up_EJD[-1], stack.gate_up_scale[-1], ue8m0=stack.ue8m0)
+    return gate_up, Fp8Weight.of(stack.down_EDI[-1], stack.down_scale[-1], ue8m0=stack.ue8m0)
+
 
 class _SharedExpert:
     """An MLP for every token, whose output is weighted by a sigmoid of the token if the family has a gate."""
 
-    def __init__(self, source: WeightSource, layer_prefix: str, config: ModelConfig, ops: Ops) -> None:
-        prefix = f"{layer_prefix}.{config.shared_expert}"
-        self.mlp = MLP(source, prefix, ops)
-        self.gate_1D = source.take(f"{prefix}_gate.weight") if config.sigmoid_routing is None else None
+    def __init__(self, mlp: MLP, gate_1D: torch.Tensor | None, ops: Ops) -> None:
+        self.mlp = mlp
+        self.gate_1D = gate_1D
         self._ops = ops
 
     def add_to(self, mixed_TD: torch.Tensor, x: Rows, gate_up_TJ: torch.Tensor | None = None) -> torch.Tensor:

@@ -26,6 +26,7 @@ from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
 from baton.kernels.mla import prefill as mla_prefill
 from baton.kernels.moe import gemm as moe_gemm
+from baton.kernels.moe import shared_plan
 from baton.kernels.selftest import check_invariance
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
@@ -446,7 +447,12 @@ def _pool_sizes(
             steps += mla_prefill.most_bytes(step.max_num_batched_tokens, num_heads, dims)
     if model.implementation is Implementation.TRITON and sizes.num_experts:
         of_layer = sizes.num_experts, sizes.hidden_size, sizes.moe_intermediate_size
-        steps += moe_gemm.most_bytes(step.max_num_batched_tokens, sizes.num_experts_per_token, of_layer)
+        num_tokens, num_chosen = step.max_num_batched_tokens, sizes.num_experts_per_token
+        expert_bytes = moe_gemm.most_bytes(num_tokens, num_chosen, of_layer)
+        if sizes.shared_expert_size:  # which is one expert and one choice more in steps of few tokens
+            few, stacked = min(num_tokens, shared_plan.MAX_TOKENS), (sizes.num_experts + 1, *of_layer[1:])
+            expert_bytes = max(expert_bytes, moe_gemm.most_bytes(few, num_chosen + 1, stacked))
+        steps += expert_bytes
     steps += exchange_bytes(model)
     if config.lookup is not None and config.num_draft_tokens:
         steps += history_bytes(step.max_num_seqs, sizes.max_model_len)

@@ -169,11 +169,9 @@ def _balance(model: Model, ep_size: int) -> None:
     Every rank has all tokens of a step, so all make the same selection.
     """
 
-    def rechoose(weight_TK: torch.Tensor, expert_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weight_TK, expert_TK = weight_TK.contiguous(), expert_TK.contiguous()
+    def rechoose(weight_TK: torch.Tensor, expert_TK: torch.Tensor) -> None:
         num_experts = model.config.num_experts
         fake_balance_experts(expert_TK, weight_TK, num_experts=num_experts, benchmark=ACKNOWLEDGEMENT, ep_size=ep_size)
-        return weight_TK, expert_TK
 
     model.ops.rechoose = rechoose
 

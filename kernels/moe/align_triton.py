@@ -1,12 +1,12 @@
 # mypy: ignore-errors
 """Rows sorted by expert in one launch, without a program that waits for another; and, beside it, rows made float8.
 
-Each expert has a program (beyond 256 several share one): it counts the ids of all experts, so it knows where its blocks
+Each expert has a program (beyond 264 several share one): it counts the ids of all experts, so it knows where its blocks
 begin, then writes its rows in the order they came. That reads the ids once (more often above one tile of them) for
 each program, all in the L2 cache, and needs neither atomics in memory nor a second launch. Programs beyond the
 experts' quantize one token each, which costs nothing while the others count.
 
-Shapes: N = T * K ids, B of them at a time, E experts, F bins, P places at a time.
+Shapes: N = T * K ids, B of them at a time, E experts, F bins for all but the last, P places at a time.
 """
 
 import functools
@@ -89,25 +89,22 @@ def _align_kernel(
             return
     bin_F = tl.arange(0, F)
     id_B = _load_ids(ids, 0, num_ids, FIRST, E, B)
-    count_F = tl.histogram(id_B, F, mask=id_B < E)
+    count_F = tl.histogram(id_B, F, mask=id_B < E - 1)
     if MANY:
         for start in range(B, num_ids, B):
             more_B = _load_ids(ids, start, num_ids, FIRST, E, B)
-            count_F += tl.histogram(more_B, F, mask=more_B < E)
+            count_F += tl.histogram(more_B, F, mask=more_B < E - 1)
     blocks_F = (count_F + block_len - 1) // block_len
     for own in tl.static_range(OWN):
         expert = tl.program_id(0) * OWN + own
         block = tl.sum(tl.where(bin_F < expert, blocks_F, 0))
-        count = tl.sum(tl.where(bin_F == expert, count_F, 0))
-        num_own = (count + block_len - 1) // block_len
         first = block * block_len
-        _scatter_tile(id_B, 0, expert, rows, first, E, B)
+        count = _scatter_tile(id_B, 0, expert, rows, first, E, B)
         if MANY:
-            before = first + tl.sum((id_B == expert).to(tl.int32))
             for start in range(B, num_ids, B):
                 more_B = _load_ids(ids, start, num_ids, FIRST, E, B)
-                _scatter_tile(more_B, start, expert, rows, before, E, B)
-                before += tl.sum((more_B == expert).to(tl.int32))
+                count += _scatter_tile(more_B, start, expert, rows, first + count, E, B)
+        num_own = (count + block_len - 1) // block_len
         _fill(rows + first, count, num_own * block_len, -1)
         _fill(block_expert + block, 0, num_own, expert)
         if expert == E - 1:  # what no expert needs
@@ -116,10 +113,11 @@ def _align_kernel(
 
 @triton.jit
 def _scatter_tile(id_B, start, expert, rows, first, E: tl.constexpr, B: tl.constexpr):
-    """The places of the expert's ids, in their order, from `first` on."""
+    """Write the places of the expert's ids, in their order, from `first` on, and return how many there are."""
     is_B = (id_B == expert) & (id_B < E)
     rank_B = tl.cumsum(is_B.to(tl.int32), axis=0) - 1
     tl.store(rows + first + rank_B, start + tl.arange(0, B), mask=is_B)
+    return tl.sum(is_B.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -199,7 +197,7 @@ def tile_of(num_ids: int) -> int:
 
 def own_of(num_experts: int) -> int:
     """Experts of one program: one, until two programs count on a multiprocessor."""
-    return triton.cdiv(num_experts, 256)
+    return triton.cdiv(num_experts, 264)
 
 
 def warps_of(tile: int) -> int:
@@ -213,7 +211,7 @@ def constants(num_experts: int, num_ids: int, hidden: int, quantizes: bool, firs
     return {
         "FIRST": first_expert,
         "E": num_experts,
-        "F": triton.next_power_of_2(num_experts),
+        "F": triton.next_power_of_2(max(1, num_experts - 1)),
         "OWN": own_of(num_experts),
         "B": tile,
         "MANY": num_ids > tile,
@@ -235,6 +233,8 @@ def variants() -> list[Variant]:
         (0, 128, 2048, 0, True),
         (0, 128, 2048, 0, False),
         (0, 256, 65536, 0, True),
+        (0, 257, 576, 2048, True),
+        (0, 257, 576, 0, True),
         (64, 64, 512, 2048, True),
         (224, 32, 65536, 2048, True),
         (64, 64, 2048, 0, True),

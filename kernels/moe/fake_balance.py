@@ -15,7 +15,7 @@ Source of the semantics: rtp-llm's FakeBalanceExpert. Legend: T tokens, K choice
 
 import torch
 
-from baton.kernels.arguments import require, require_tensor
+from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.moe import fake_balance_triton
 
@@ -37,8 +37,8 @@ def fake_balance_experts(
     """Overwrite experts with the balanced pattern and weights with 1, in place, in one launch.
 
     Args:
-        expert_TK: int32 or int64, contiguous.
-        weight_TK: float32 or float64, contiguous.
+        expert_TK: int32 or int64, rows contiguous.
+        weight_TK: float32 or float64, rows contiguous.
         num_experts: experts of the layer, a multiple of `ep_size`.
         benchmark: text of `ACKNOWLEDGEMENT`, verbatim.
         dp_rank: data-parallel rank of this batch.
@@ -52,8 +52,8 @@ def fake_balance_experts(
     require(benchmark == ACKNOWLEDGEMENT, "benchmark", "made-up choices are for benchmarks, and refused while serving")
     require_tensor("expert_TK", expert_TK, (None, None), (torch.int32, torch.int64))
     require_tensor("weight_TK", weight_TK, expert_TK.shape, (torch.float32, torch.float64), expert_TK.device)
-    require(expert_TK.is_contiguous(), "expert_TK", "must be contiguous")
-    require(weight_TK.is_contiguous(), "weight_TK", "must be contiguous")
+    require_rows("expert_TK", expert_TK)
+    require_rows("weight_TK", weight_TK)
     require(ep_size > 0, "ep_size", f"is {ep_size}, not positive")
     is_multiple = num_experts > 0 and num_experts % ep_size == 0
     require(is_multiple, "num_experts", f"is {num_experts}, no multiple of {ep_size} ranks")

@@ -52,6 +52,7 @@ class Fp8ExpertWeights:
         down_scale: float32 [E, D / 128, I / 128].
         held: which experts these are; None: all experts of the layer, or a part of each where ranks share them.
         ue8m0: whether activations get scales that are powers of two: see `Fp8Weight`.
+        has_shared: whether the last one is a shared expert, which is the last choice of every token.
     """
 
     gate_up_EJD: torch.Tensor
@@ -60,6 +61,7 @@ class Fp8ExpertWeights:
     down_scale: torch.Tensor
     held: HeldExperts | None = None
     ue8m0: bool = False
+    has_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ def experts_grouped(
     scales = (weights.gate_up_scale, weights.down_scale) if isinstance(weights, Fp8ExpertWeights) else (None, None)
     key = (
         signature(x_TD), signature(weight_TK), signature(expert_TK), signature(weights.gate_up_EJD),
-        signature(weights.down_EDI), signature(scales[0]), signature(scales[1]), weights.held, out_dtype,
-        implementation,
+        signature(weights.down_EDI), signature(scales[0]), signature(scales[1]), weights.held,
+        weights.has_shared, out_dtype, implementation,
     )  # fmt: skip
     uses = _FORMS.find(key)
     if uses is None:
@@ -132,20 +134,22 @@ def experts_grouped(
         return torch.zeros(x_TD.shape, dtype=dtype, device=x_TD.device)
     is_fp8 = isinstance(weights, Fp8ExpertWeights)
     num_experts, hidden, inner_size = weights.down_EDI.shape
-    num_all = num_experts if weights.held is None else weights.held.num_all
     is_free = tiles is None and not invariant
-    num_tokens, num_chosen = expert_TK.shape
+    # A shared expert is planned for as if it were not there: it changes no tile of the routed ones.
+    num_tokens, num_chosen = expert_TK.shape[0], expert_TK.shape[1] - weights.has_shared
+    num_routed = num_experts - weights.has_shared
+    num_all = num_routed if weights.held is None else weights.held.num_all
     if is_free and vector_plan.is_quicker(num_tokens, num_chosen, num_all, inner_size, hidden, is_fp8=is_fp8):
         out_TD = torch.empty(x_TD.shape, dtype=dtype, device=x_TD.device)
         choice = expert_TK.contiguous(), weight_TK.contiguous()
         vector_triton.launch(x_TD if x_TD.stride(1) == 1 else x_TD.contiguous(), *choice, weights, out_TD)
         return out_TD
-    num_rows = _own_rows(expert_TK.numel(), weights.held)
+    num_rows = _own_rows(num_tokens * num_chosen, weights.held)
     is_specialized = is_free and is_fp8 and gemm_hopper_triton.fits(weights, num_rows)
     if tiles is None:
         rows = None if invariant else num_rows
         device_index = x_TD.device.index if x_TD.device.type == "cuda" else None
-        tiles = choose_tiles(num_experts, inner_size, hidden, is_fp8, rows, expert_TK.shape[1], device_index)
+        tiles = choose_tiles(num_routed, inner_size, hidden, is_fp8, rows, num_chosen, device_index)
     block_len = gemm_hopper_triton.BLOCK_LEN if is_specialized else tiles.block_len
     if is_fp8:  # a program quantizes whole groups, and multiplies by one scale at a time
         fits = tiles.gated_outputs == GROUP and GROUP % tiles.down_outputs == 0
@@ -216,6 +220,10 @@ def _check(
     held = weights.held
     is_theirs = held is None or (held.count == num_experts and 0 <= held.first <= held.num_all - held.count)
     require(is_theirs, "weights.held", f"is {held}, of {num_experts} experts")
+    if weights.has_shared:
+        require(held is None, "weights.has_shared", "is set for experts that ranks hold")
+        has_others = num_experts > 1 and expert_TK.shape[1] > 1
+        require(has_others, "expert_TK", "has no choice beside the shared expert")
     named = {"gate_up_EJD": weights.gate_up_EJD, "down_EDI": weights.down_EDI}
     if isinstance(weights, Fp8ExpertWeights):
         require(hidden % GROUP == 0, "x_TD", f"has {hidden} columns, no multiple of {GROUP}")

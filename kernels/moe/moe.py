@@ -42,11 +42,13 @@ class ExpertWeights:
         gate_up_EJD: gate above up, J = 2 I.
         down_EDI: down projections.
         held: which experts these are; None: all experts of the layer, or a part of each where ranks share them.
+        has_shared: whether the last one is a shared expert, which is the last choice of every token.
     """
 
     gate_up_EJD: torch.Tensor
     down_EDI: torch.Tensor
     held: HeldExperts | None = None
+    has_shared: bool = False
 
 
 def route(logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,9 @@ MoE); and sigmoid scores, with a bias that affects the selection only, and with 
 take part (DeepSeek-V3, section 2.1.2). Among equals the lowest index wins. A logit that is NaN counts as -inf, and +inf
 as the largest finite number. Everything is computed in float32, from the token's own logits alone.
 
+A shared expert, which every token is sent to, can be one choice more, behind the others. Its weight is 1, or the
+sigmoid of a gate: neither the others' sum nor their scaling changes it.
+
 A selection is never changed here; `kernels.moe.fake_balance` does that, for benchmarks.
 
 Legend: T tokens, E experts, K selected, G groups.
@@ -23,6 +26,7 @@ from baton.kernels.tiles import ordered_sum, wide_dtype
 MAX_EXPERTS = 1024
 MAX_CHOSEN = 32
 _FORMS: Memo[bool] = Memo()  # checked calls, and whether Triton computes them
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -44,9 +48,11 @@ def select_topk(
     num_kept_groups: int = 1,
     scaling: float = 1.0,
     expert_dtype: torch.dtype = torch.int64,
+    has_shared: bool = False,
+    gate_T1: torch.Tensor | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights, float32 [T, K], and experts [T, K], best first, in one launch.
+    """Return weights, float32 [T, K], and experts [T, K], best first, in one launch; K + 1 if `has_shared`.
 
     Softmax selects by logit, sigmoid by score, and both by score + bias where there is a bias; the weights are scores
     without the bias. With groups, a group's rank is the sum of its two best, and experts of groups that are not kept
@@ -63,32 +69,55 @@ def select_topk(
         num_kept_groups: number of groups that take part.
         scaling: factor of the weights.
         expert_dtype: int32 or int64.
+        has_shared: whether expert E is the last choice of every token.
+        gate_T1: logits of its weight, in one of the dtypes of `logits_TE`; None: its weight is 1.
         implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; the message names it.
     """
     groups = (num_groups, num_kept_groups)
-    key = signature(logits_TE), signature(bias_E), num_chosen, groups, expert_dtype, implementation
+    shared = has_shared, signature(gate_T1)
+    key = signature(logits_TE), signature(bias_E), num_chosen, groups, expert_dtype, shared, implementation
     uses = _FORMS.find(key)
     if uses is None:
         _check(logits_TE, num_chosen, bias_E, groups, expert_dtype)
+        if gate_T1 is not None:
+            require(has_shared, "gate_T1", "is given without a shared expert")
+            require_tensor("gate_T1", gate_T1, (len(logits_TE), 1), _DTYPES, logits_TE.device)
         uses = _FORMS.keep(key, uses_triton(logits_TE.device, implementation))
     is_sigmoid = scoring is Scoring.SIGMOID
     if not uses:
         weight_TK, expert_TK = select_topk_reference(
             logits_TE, num_chosen, is_sigmoid, renormalise, bias_E, groups, scaling
         )
+        if has_shared:
+            weight_TK, expert_TK = with_shared(weight_TK, expert_TK, logits_TE.shape[1], gate_T1)
         return weight_TK, expert_TK.to(expert_dtype).contiguous()
-    shape = (logits_TE.shape[0], num_chosen)
+    shape = (logits_TE.shape[0], num_chosen + has_shared)
     weight_TK = torch.empty(shape, dtype=torch.float32, device=logits_TE.device)
     expert_TK = torch.empty(shape, dtype=expert_dtype, device=logits_TE.device)
     if logits_TE.shape[0] > 0:
         constants = select_topk_triton.prepared(
-            logits_TE.device, logits_TE.shape[1], num_chosen, groups, is_sigmoid, bias_E is not None, renormalise
-        )
-        select_topk_triton.launch(logits_TE, bias_E, weight_TK, expert_TK, scaling, constants)
+            logits_TE.device, logits_TE.shape[1], num_chosen, groups, is_sigmoid, bias_E is not None, renormalise,
+            has_shared, gate_T1 is not None,
+        )  # fmt: skip
+        select_topk_triton.launch(logits_TE, bias_E, weight_TK, expert_TK, scaling, gate_T1, constants)
     return weight_TK, expert_TK
+
+
+def with_shared(
+    weight_TK: torch.Tensor, expert_TK: torch.Tensor, num_experts: int, gate_T1: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add expert `num_experts` as the last choice of every token, in torch -> weights and experts [T, K + 1].
+
+    A row's result depends on that row alone: torch's own sigmoid rounds by place in the batch on a CPU.
+    """
+    shared_T1 = torch.ones_like(weight_TK[:, :1])
+    if gate_T1 is not None:
+        shared_T1 = shared_T1 / (1 + torch.exp(-gate_T1.to(weight_TK.dtype)))
+    shared_id_T1 = torch.full_like(expert_TK[:, :1], num_experts)
+    return torch.cat([weight_TK, shared_T1], dim=1), torch.cat([expert_TK, shared_id_T1], dim=1)
 
 
 def _check(
@@ -99,7 +128,7 @@ def _check(
     expert_dtype: torch.dtype,
 ) -> None:
     num_groups, num_kept_groups = groups
-    require_tensor("logits_TE", logits_TE, (None, None), (torch.bfloat16, torch.float16, torch.float32))
+    require_tensor("logits_TE", logits_TE, (None, None), _DTYPES)
     require_rows("logits_TE", logits_TE)
     num_experts = logits_TE.shape[1]
     require(0 < num_experts <= MAX_EXPERTS, "logits_TE", f"has {num_experts} experts, not 1 to {MAX_EXPERTS}")

@@ -53,7 +53,7 @@ def _keep_groups(choice_GS, GROUPS: tl.constexpr, KEPT: tl.constexpr, G: tl.cons
     return tl.where(kept_G[:, None] > 0, choice_GS, _NONE)
 
 
-@triton.jit(do_not_specialize=["logit_stride"])
+@triton.jit(do_not_specialize=["logit_stride", "gate_stride"])
 def _select_kernel(
     logits,
     logit_stride: tl.int64,
@@ -61,6 +61,8 @@ def _select_kernel(
     weights,
     experts,
     scaling,
+    gate,
+    gate_stride: tl.int64,
     K: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
@@ -71,8 +73,11 @@ def _select_kernel(
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """The K best experts of a token; with SHARED, one more after them, for every token, which GATED weighs."""
     token = tl.program_id(0).to(tl.int64)
     its_G, its_S = tl.arange(0, G), tl.arange(0, S)
     if EARLY:
@@ -115,9 +120,16 @@ def _select_kernel(
         order_N = tl.where(its_N == place, _LAST, order_N)
     if RENORMALISE:
         weight_K = weight_K / tl.where(total > 0.0, total, 1.0)
-    at_K = token * K + its_K
-    tl.store(weights + at_K, weight_K * scaling, mask=its_K < K)
-    tl.store(experts + at_K, chosen_K.to(experts.dtype.element_ty), mask=its_K < K)
+    weight_K *= scaling
+    if SHARED:
+        shared = 1.0
+        if GATED:
+            shared = 1.0 / (1.0 + tl.exp(-tl.load(gate + token * gate_stride).to(tl.float32)))
+        weight_K = tl.where(its_K == K, shared, weight_K)
+        chosen_K = tl.where(its_K == K, GROUPS * SIZE, chosen_K)
+    at_K = token * (K + SHARED) + its_K
+    tl.store(weights + at_K, weight_K, mask=its_K < K + SHARED)
+    tl.store(experts + at_K, chosen_K.to(experts.dtype.element_ty), mask=its_K < K + SHARED)
 
 
 def launch(
@@ -126,11 +138,13 @@ def launch(
     weight_TK: torch.Tensor,
     expert_TK: torch.Tensor,
     scaling: float,
+    gate_T1: torch.Tensor | None,
     constants: Constants,
 ) -> None:
     """One program for each token."""
+    bias, gate = weight_TK if bias_E is None else bias_E, weight_TK if gate_T1 is None else gate_T1
     arguments = (
-        logits_TE, logits_TE.stride(0), weight_TK if bias_E is None else bias_E, weight_TK, expert_TK, scaling,
+        logits_TE, logits_TE.stride(0), bias, weight_TK, expert_TK, scaling, gate, gate.stride(0),
     )  # fmt: skip
     with torch.cuda.device_of(logits_TE):
         _launch_select((logits_TE.shape[0],), arguments, constants)
@@ -140,7 +154,14 @@ _launch_select = Launcher(_select_kernel)
 
 
 def constants_of(
-    num_experts: int, num_chosen: int, groups: tuple[int, int], is_sigmoid: bool, has_bias: bool, renormalises: bool
+    num_experts: int,
+    num_chosen: int,
+    groups: tuple[int, int],
+    is_sigmoid: bool,
+    has_bias: bool,
+    renormalises: bool,
+    has_shared: bool = False,
+    is_gated: bool = False,
 ) -> dict[str, object]:
     """The constants of a launch; `groups` is how many there are, and how many are kept."""
     size = num_experts // groups[0]
@@ -151,10 +172,12 @@ def constants_of(
         "SIZE": size,
         "G": triton.next_power_of_2(groups[0]),
         "S": triton.next_power_of_2(size),
-        "KP": triton.next_power_of_2(num_chosen),
+        "KP": triton.next_power_of_2(num_chosen + has_shared),
         "SIGMOID": is_sigmoid,
         "BIAS": has_bias,
         "RENORMALISE": renormalises,
+        "SHARED": has_shared,
+        "GATED": is_gated,
     }
 
 
@@ -171,16 +194,18 @@ def variants() -> list[Variant]:
         "softmax E=256": (256, 8, (1, 1), False, False, True),
         "softmax E=60 as they are": (60, 4, (1, 1), False, False, False),
         "sigmoid E=256 groups=8": (256, 8, (8, 4), True, True, True),
+        "softmax E=256 and a gated one": (256, 8, (1, 1), False, False, True, True, True),
+        "sigmoid E=256 groups=8 and a shared one": (256, 8, (8, 4), True, True, True, True, False),
     }
     types = {"logits": "*bf16", "logit_stride": "i64", "bias": "*fp32", "weights": "*fp32", "experts": "*i64"}
-    types |= {"scaling": "fp32"}
+    types |= {"scaling": "fp32", "gate": "*bf16", "gate_stride": "i64"}
     return [
         Variant(
             name=f"select_topk {name}{'' if early else ' late'}",
             kernel=_select_kernel,
             types=types,
             constants=constants_of(*router) | {"EARLY": early},
-            aligned=("logits", "bias", "weights", "experts"),
+            aligned=("logits", "bias", "weights", "experts", "gate"),
             num_warps=1,
             max_registers=128,
             max_shared_bytes=4096,

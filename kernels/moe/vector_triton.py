@@ -8,6 +8,8 @@ launch before, since the choice was known before that began.
 
 Float8 is made of tokens, and of what lies between the GEMMs, as in `kernels.moe.gemm`.
 
+A shared expert, the last choice of every token, is no lane of the padded choices: a ninth would double them.
+
 Shapes: C choices of a token, padded to a power of two, N rows of a weight, K columns, G groups of 128 of them.
 """
 
@@ -90,17 +92,20 @@ def _gated_vector_kernel(
 def _down_vector_kernel(
     inner, down, down_scale, expert, weight, out, CHOSEN: tl.constexpr, FIRST: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, FP8: tl.constexpr, UE8M0: tl.constexpr, ROUNDED: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, FP8: tl.constexpr, UE8M0: tl.constexpr, ROUNDED: tl.constexpr, SHARED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[token] = the sum over its choices of weight * (down inner), N columns of it, each rounded as ROUNDED is.
 
     The choice is read before the wait: it was there before the launch before began, which has waited for all before it.
+    SHARED: the last choice is the last expert for every token.
     """
     NUM_TILES: tl.constexpr = (D + N - 1) // N
+    ROUTED: tl.constexpr = CHOSEN - SHARED
     token = tl.program_id(0) // NUM_TILES
     first = tl.program_id(0) % NUM_TILES * N
     choice_C = tl.arange(0, C)
-    is_choice_C = choice_C < CHOSEN
+    is_choice_C = choice_C < ROUTED
     own_C = tl.load(expert + token * CHOSEN + choice_C, mask=is_choice_C, other=-1).to(tl.int64) - FIRST
     is_own_C = is_choice_C & (own_C >= 0) & (own_C < NUM_EXPERTS)
     row_N = first + tl.arange(0, N)
@@ -109,6 +114,10 @@ def _down_vector_kernel(
     is_read_C1K = is_own_C[:, None, None] & (column_K < INNER)[None, None, :]
     down_CNK = tl.load(down + at_CN[:, :, None] + column_K[None, None, :], mask=is_read_C1K, other=0.0)
     weight_C = tl.load(weight + token * CHOSEN + choice_C, mask=is_own_C, other=0.0).to(tl.float32)
+    if SHARED:
+        at_NK = (NUM_EXPERTS - 1) * (D * INNER) + tl.minimum(row_N, D - 1)[:, None] * INNER + column_K[None, :]
+        shared_NK = tl.load(down + at_NK, mask=(column_K < INNER)[None, :], other=0.0)
+        shared_weight = tl.load(weight + token * CHOSEN + ROUTED).to(tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -117,8 +126,8 @@ def _down_vector_kernel(
         GROUPS: tl.constexpr = INNER // 128
         pair_P = tl.arange(0, C * (K // 128))  # a choice and a group
         its_P, group_P = pair_P // (K // 128), pair_P % (K // 128)
-        own_P = tl.load(expert + token * CHOSEN + its_P, mask=its_P < CHOSEN, other=-1).to(tl.int64) - FIRST
-        is_own_P = (its_P < CHOSEN) & (group_P < GROUPS) & (own_P >= 0) & (own_P < NUM_EXPERTS)
+        own_P = tl.load(expert + token * CHOSEN + its_P, mask=its_P < ROUTED, other=-1).to(tl.int64) - FIRST
+        is_own_P = (its_P < ROUTED) & (group_P < GROUPS) & (own_P >= 0) & (own_P < NUM_EXPERTS)
         at_P = its_P * INNER + group_P * 128
         inner_PC = tl.load(inner + at_P[:, None] + tl.arange(0, 128)[None, :], mask=is_own_P[:, None], other=0.0)
         inner_PC, scale_P1 = _in_float8(inner_PC, down.dtype.element_ty, UE8M0)
@@ -132,6 +141,21 @@ def _down_vector_kernel(
     part_CN = tl.sum(down_CNK.to(tl.float32) * inner_CK[:, None, :], axis=2) * weight_C[:, None]
     part_CN = tl.where(is_own_C[:, None], part_CN.to(ROUNDED).to(tl.float32), 0.0)
     sum_N = tl.sum(part_CN, axis=0)
+    if SHARED:
+        inner += ROUTED * INNER
+        if FP8:
+            group_G = tl.arange(0, K // 128)
+            is_group_G = group_G < GROUPS
+            at_GC = group_G[:, None] * 128 + tl.arange(0, 128)[None, :]
+            inner_GC = tl.load(inner + at_GC, mask=is_group_G[:, None], other=0.0)
+            inner_GC, scale_G1 = _in_float8(inner_GC, down.dtype.element_ty, UE8M0)
+            scale_at = (NUM_EXPERTS - 1) * (D // 128 * GROUPS) + first // 128 * GROUPS + group_G
+            down_scale_G = tl.load(down_scale + scale_at, mask=is_group_G, other=0.0)
+            inner_K = tl.reshape(inner_GC * (scale_G1 * down_scale_G[:, None]), [K])
+        else:
+            inner_K = tl.load(inner + column_K, mask=column_K < INNER, other=0.0).to(tl.float32)
+        shared_N = tl.sum(shared_NK.to(tl.float32) * inner_K[None, :], axis=1) * shared_weight
+        sum_N += shared_N.to(ROUNDED).to(tl.float32)
     tl.store(out + token * D + row_N, sum_N.to(out.dtype.element_ty), mask=row_N < D)
 
 
@@ -156,10 +180,10 @@ def launch(
     dtype = torch.float32 if is_fp8 else x_TD.dtype
     inner = torch.empty(num_tokens * num_chosen, inner_size, dtype=dtype, device=x_TD.device)
     gate_up_scale, down_scale = (weights.gate_up_scale, weights.down_scale) if is_fp8 else (weight_TK, weight_TK)
-    tiles = tiles_of(num_chosen, inner_size, hidden, is_fp8=is_fp8)
+    tiles = tiles_of(num_chosen - weights.has_shared, inner_size, hidden, is_fp8=is_fp8)
     gated, down = _constants(
         tiles, num_experts, num_chosen, inner_size, hidden, is_fp8, is_fp8 and weights.ue8m0, x_TD.dtype,
-        weights.held, x_TD.device,
+        weights.held, weights.has_shared, x_TD.device,
     )  # fmt: skip
     x_stride = x_TD.stride(0) if num_tokens > 1 else hidden  # a single row's stride may be anything
     to_inner = (x_TD, weights.gate_up_EJD, gate_up_scale, expert_TK, inner, x_stride)
@@ -180,11 +204,12 @@ def _constants(
     ue8m0: bool,
     dtype: torch.dtype,
     held: HeldExperts | None,
+    has_shared: bool,
     device: torch.device,
 ) -> tuple[Constants, Constants]:
     """Of both launches."""
     early = dependent_launch(device)
-    gated, down = _by_name(tiles, num_experts, num_chosen, inner_size, hidden, is_fp8, ue8m0, dtype, held)
+    gated, down = _by_name(tiles, num_experts, num_chosen, inner_size, hidden, is_fp8, ue8m0, dtype, held, has_shared)
     gated["num_warps"], down["num_warps"] = tiles.gated_warps, tiles.down_warps
     return Constants(gated | early), Constants(down | early)
 
@@ -199,6 +224,7 @@ def _by_name(
     ue8m0: bool,
     dtype: torch.dtype,
     held: HeldExperts | None,
+    has_shared: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """All but `EARLY`."""
     both = {
@@ -212,7 +238,7 @@ def _by_name(
     }
     gated = both | {"N": tiles.gated_rows, "K": tiles.gated_columns}
     down = both | {"C": tiles.choices, "N": tiles.down_rows, "K": tiles.down_columns, "ROUNDED": _TYPES[dtype]}
-    return gated, down
+    return gated, down | {"SHARED": has_shared}
 
 
 _launch_gated = Launcher(_gated_vector_kernel)
@@ -220,24 +246,27 @@ _launch_down = Launcher(_down_vector_kernel)
 
 
 def variants() -> list[Variant]:
-    """Of MoE layers as they are published, of all experts and of those that a rank holds."""
+    """Of MoE layers as they are published, also with a shared expert, of all experts and of those that a rank holds."""
     found = []
-    for num_experts, num_chosen, inner_size, hidden, is_fp8, has_all in (
-        (256, 8, 512, 2048, False, True),
-        (256, 8, 512, 2048, True, True),
-        (128, 8, 768, 2048, False, True),
-        (128, 8, 768, 2048, True, True),
-        (512, 10, 512, 2048, False, True),
-        (512, 10, 512, 2048, True, True),
-        (64, 6, 1408, 2048, False, True),
-        (128, 8, 1536, 4096, False, True),
-        (128, 8, 512, 2048, False, False),
-        (128, 8, 512, 2048, True, False),
+    for num_experts, num_chosen, inner_size, hidden, is_fp8, has_all, has_shared in (
+        (256, 8, 512, 2048, False, True, False),
+        (256, 8, 512, 2048, True, True, False),
+        (257, 9, 512, 2048, False, True, True),
+        (257, 9, 512, 2048, True, True, True),
+        (128, 8, 768, 2048, False, True, False),
+        (128, 8, 768, 2048, True, True, False),
+        (512, 10, 512, 2048, False, True, False),
+        (512, 10, 512, 2048, True, True, False),
+        (64, 6, 1408, 2048, False, True, False),
+        (128, 8, 1536, 4096, False, True, False),
+        (128, 8, 512, 2048, False, False, False),
+        (128, 8, 512, 2048, True, False, False),
     ):
         early = has_all  # of those that ranks share, the form for other devices
-        tiles = tiles_of(num_chosen, inner_size, hidden, is_fp8=is_fp8)
+        tiles = tiles_of(num_chosen - has_shared, inner_size, hidden, is_fp8=is_fp8)
         held = None if has_all else HeldExperts(num_experts, num_experts, 2 * num_experts)
-        both = _by_name(tiles, num_experts, num_chosen, inner_size, hidden, is_fp8, False, torch.bfloat16, held)
+        sizes = num_experts, num_chosen, inner_size, hidden
+        both = _by_name(tiles, *sizes, is_fp8, False, torch.bfloat16, held, has_shared)
         matrix, inner = ("*fp8e4nv", "*fp32") if is_fp8 else ("*bf16", "*bf16")
         types = {"x": "*bf16", "gate_up": matrix, "down": matrix, "inner": inner, "out": "*bf16", "x_stride": "i32"}
         types |= dict.fromkeys(("gate_up_scale", "down_scale", "weight"), "*fp32") | {"expert": "*i64"}

@@ -21,7 +21,7 @@ from baton.tests.bench.test_decode import ThreadRemote
 from baton.tests.e2e.conftest import TINY
 
 ROOT = Path(__file__).parents[2]
-NUM_EXPERTS, NUM_CHOSEN = 16, 4  # of tiny-mla, whose first layer has none
+NUM_EXPERTS, NUM_CHOSEN = 16, 4  # of tiny-mla, whose first layer has none, beside a shared one
 MLA = {
     "shape": "tiny-mla", "layers": 2, "dtype": "float32", "device": "cpu", "prompt_len": 20, "steps": 2, "rounds": 1,
 }  # fmt: skip
@@ -34,7 +34,9 @@ def chosen(monkeypatch):
     found, experts = defaultdict(list), Ops.experts
 
     def noting(self, x_TD, weight_TK, expert_TK, weights, may_wait):
-        found[self].append((weight_TK.clone(), expert_TK.clone(), weights.held))
+        assert weights.has_shared is (expert_TK.shape[1] > NUM_CHOSEN)
+        assert expert_TK[:, NUM_CHOSEN:].eq(NUM_EXPERTS).all(), "the shared expert stays the last choice"
+        found[self].append((weight_TK[:, :NUM_CHOSEN].clone(), expert_TK[:, :NUM_CHOSEN].clone(), weights.held))
         return experts(self, x_TD, weight_TK, expert_TK, weights, may_wait)
 
     monkeypatch.setattr(Ops, "experts", noting)

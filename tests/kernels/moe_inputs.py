@@ -43,7 +43,8 @@ class Draw:
 
 def some_experts(weights, numbers, held=None):
     """The same of some experts, or in another order."""
-    tensors = {name: getattr(weights, name) for name in weights.__slots__ if name not in ("held", "ue8m0")}
+    others = "held", "ue8m0", "has_shared"
+    tensors = {name: getattr(weights, name) for name in weights.__slots__ if name not in others}
     return replace(weights, **{name: tensor[numbers].contiguous() for name, tensor in tensors.items()}, held=held)
 
 

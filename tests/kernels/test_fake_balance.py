@@ -16,13 +16,19 @@ ROOT = Path(__file__).parents[2]
 REFERENCE, TRITON = Implementation.REFERENCE, Implementation.TRITON
 
 
-def balanced(num_tokens, num_chosen, implementation=REFERENCE, dtype=torch.int64, wide=torch.float32, **options):
+def balanced(
+    num_tokens, num_chosen, implementation=REFERENCE, dtype=torch.int64, wide=torch.float32, beside=0, **options
+):
+    """What is chosen, in rows that have `beside` columns more, which stay as they are."""
     guards = Guards()
-    expert_TK = guards.empty(num_tokens, num_chosen, dtype=dtype)
-    weight_TK = guards.empty(num_tokens, num_chosen, dtype=wide)
+    expert_TX = guards.empty(num_tokens, num_chosen + beside, dtype=dtype).fill_(-7)
+    weight_TX = guards.empty(num_tokens, num_chosen + 2 * beside, dtype=wide).fill_(-7)
+    expert_TK, weight_TK = expert_TX[:, :num_chosen], weight_TX[:, :num_chosen]
     fake_balance_experts(expert_TK, weight_TK, benchmark=ACKNOWLEDGEMENT, implementation=implementation, **options)
     guards.check()
     assert weight_TK.eq(1).all()
+    assert expert_TX[:, num_chosen:].eq(-7).all()
+    assert weight_TX[:, num_chosen:].eq(-7).all()
     return expert_TK
 
 
@@ -53,8 +59,10 @@ def test_the_kernel_is_the_reference(dtype, wide):
         (700, {"num_experts": 48, "ep_size": 6, "dp_rank": 2, "dp_size": 3}),
         (5, {"num_experts": 8, "ep_size": 8, "dp_rank": 3, "dp_size": 4}),
     ):
-        found, wanted = (balanced(num_tokens, 2, which, dtype, wide, **options) for which in (TRITON, REFERENCE))
-        assert same_bits(found, wanted)
+        for beside in (0, 1):
+            options["beside"] = beside
+            found, wanted = (balanced(num_tokens, 2, which, dtype, wide, **options) for which in (TRITON, REFERENCE))
+            assert same_bits(found, wanted)
 
 
 def test_who_does_not_say_that_it_is_a_benchmark_is_refused():
@@ -85,6 +93,7 @@ def test_nothing_that_serves_can_reach_it():
     [
         ("expert_TK", {"expert_TK": torch.zeros(2, 2)}),
         ("expert_TK", {"expert_TK": torch.zeros(2, 4, dtype=torch.int64)[:, ::2]}),
+        ("weight_TK", {"weight_TK": torch.zeros(2, 4)[:, ::2]}),
         ("expert_TK", {"num_experts": 1}),
         ("weight_TK", {"weight_TK": torch.zeros(2, 3)}),
         ("num_experts", {"ep_size": 3}),

@@ -101,7 +101,7 @@ def weights_of(part, path=""):
             yield from weights_of(one, f"{path}.{index}")
     elif type(part).__module__.startswith("baton.model.") and hasattr(part, "__dict__"):
         for name, one in vars(part).items():
-            if name in ("both_ND", "both_XD"):
+            if name in ("both_ND", "both_XD", "router_XD", "stack"):
                 continue
             yield from weights_of(one, f"{path}.{name}")
 

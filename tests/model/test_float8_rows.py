@@ -163,6 +163,8 @@ def test_scales_are_powers_of_two_where_a_checkpoint_says_so(model, monkeypatch)
 def test_only_what_attention_made_is_quantized_by_a_launch_of_its_own(model, monkeypatch):
     """Norms and gates do it themselves, also where a router or a state's gates read the rows, too."""
     by_own_launch(monkeypatch)
+    for mlp in model.sparse_layers:  # as in steps of many rows
+        monkeypatch.setattr(mlp, "_max_stacked", 0)
     made = Counter()
     note(monkeypatch, made, quantize_fp8_triton, "quantize", lambda *_: True)
     note(monkeypatch, made, rms_norm_triton, "norm", lambda *given: given[4] is not None)
@@ -174,6 +176,19 @@ def test_only_what_attention_made_is_quantized_by_a_launch_of_its_own(model, mon
         made.clear()
         paged.mtp(torch.arange(3), torch.zeros(3, 128).bfloat16(), paged.prefill_batch([(0, 0, 3)]))
         assert made == {"quantize": 1, "norm": 2, "gate": 1}
+
+
+@pytest.mark.parametrize("model", [("hybrid", Numerics.DEFAULT), ("latent", Numerics.DEFAULT)], indirect=True)
+def test_no_norm_quantizes_for_a_shared_expert_that_is_one_more_choice(model, monkeypatch):
+    by_own_launch(monkeypatch)
+    made = Counter()
+    note(monkeypatch, made, rms_norm_triton, "norm", lambda *given: given[4] is not None)
+    note(monkeypatch, made, silu_mul_triton, "gate", lambda *given: given[1] is not None)
+    paged = Paged(model, capacity_len=16)
+    paged.trunk(torch.arange(3), paged.prefill_batch([(0, 0, 3)]))
+    num_sparse = len(model.sparse_layers)
+    num_norms = 4 if model.config.latent is None else 6
+    assert made == Counter(norm=num_norms - num_sparse, gate=2 - num_sparse)
 
 
 @pytest.mark.parametrize("model", [("latent", Numerics.DEFAULT)], indirect=True)

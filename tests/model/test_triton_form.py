@@ -39,18 +39,21 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 # All experts are chosen: which ones is no matter of rounding.
 SHARED = {"shared_expert_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 4}
+STACKED = {"shared_expert_intermediate_size": EXPERTS["moe_intermediate_size"]}
 HYBRID = SHARED | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 64}
 HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 HYBRID |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 
 
-@pytest.fixture(params=["dense", "moe", "shared", "hybrid"], scope="module")
+@pytest.fixture(params=["dense", "moe", "shared", "stacked", "hybrid"], scope="module")
 def shape(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     if request.param == "moe":
         return write_shape("qwen3-30b-a3b", path, **(SIZES | EXPERTS))
     if request.param == "shared":
         return write_shape("qwen1.5-moe-a2.7b", path, **(SIZES | EXPERTS | SHARED))
+    if request.param == "stacked":
+        return write_shape("qwen1.5-moe-a2.7b", path, **(SIZES | EXPERTS | SHARED | STACKED))
     if request.param == "hybrid":
         return write_shape("qwen3.5-35b-a3b", path, **(SIZES | EXPERTS | HYBRID))
     return write_shape("qwen3-8b", path, **SIZES)
