@@ -1,5 +1,7 @@
 """On a GPU: the MoE kernels at the sizes that are served, without waiting for the device, and from a graph."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -95,6 +97,26 @@ def test_the_moe_output_is_its_reference_and_a_row_depends_on_itself(kind, num_e
         part = slice(num_tokens // 2, num_tokens // 2 + 1)
         alone_TD = experts_grouped(x_TD[part], weight_TK[part], expert_TK[part], weights, invariant=True)
         assert same_bits(alone_TD, whole_TD[part])
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize(("inner_size", "hidden"), [(512, 2048), (384, 1024)])
+def test_a_shared_expert_is_one_more_choice(kind, inner_size, hidden):
+    """Chosen, weighed and computed with the others; as an expert that no flag names, up to the tiles."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    weights = replace(weights_of(257, inner_size, hidden, kind), has_shared=True)
+    for num_tokens in (1, 2, 7, 64, 300):
+        x_TD = torch.randn(num_tokens, hidden, device=CUDA).bfloat16()
+        rows_TX = torch.randn(num_tokens, 264, device=CUDA).bfloat16()
+        router = {"renormalise": True, "has_shared": True, "gate_T1": rows_TX[:, 256:257]}
+        weight_TK, expert_TK = without_waiting(lambda: select_topk(rows_TX[:, :256], 8, **router))  # noqa: B023
+        wanted_TK, theirs_TK = select_topk(rows_TX[:, :256], 8, **router, implementation=REFERENCE)
+        assert torch.equal(expert_TK, theirs_TK)
+        assert torch.allclose(weight_TK, wanted_TK, rtol=1e-5)
+        inputs = x_TD, weight_TK, expert_TK
+        (found_TD,) = without_waiting(lambda: (experts_grouped(*inputs, weights),))  # noqa: B023
+        assert relative_error(found_TD, experts_grouped(*inputs, weights, implementation=REFERENCE)) < 1e-2
+        assert relative_error(found_TD, experts_grouped(*inputs, replace(weights, has_shared=False))) < 1e-2
 
 
 def both_forms(inputs, monkeypatch, **options):
