@@ -66,11 +66,11 @@ class SparseMLP:
                 self._join_gemms(self.shared.mlp)
         held = source.held
         self.slots = ExpertSlots(held, source.device) if held is not None and held.may_move else None
-        self._max_stacked = 0  # tokens of a step in which the shared expert is one more choice
+        self._stacked_steps = range(0)  # numbers of tokens for which the shared expert is one more choice
         if self.stack is not None:
             _, hidden, inner_size = self.stack.down_EDI.shape
             is_fp8 = isinstance(self.stack, Fp8ExpertWeights)
-            self._max_stacked = shared_plan.max_tokens(inner_size, hidden, is_fp8=is_fp8)
+            self._stacked_steps = shared_plan.steps(inner_size, hidden, is_fp8=is_fp8)
         self._num_chosen = config.num_experts_per_token
         self._renormalise = config.renormalise_experts
         self._ops = ops
@@ -133,7 +133,7 @@ class SparseMLP:
 
     def _is_stacked(self, num_rows: int) -> bool:
         """Whether the shared expert is one more choice in a step of so many rows."""
-        return 0 < num_rows <= self._max_stacked
+        return num_rows in self._stacked_steps
 
     def _route(self, logits_TX: torch.Tensor, has_shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and experts of the tokens; X is E, or more where the shared expert's gate follows."""

@@ -164,7 +164,7 @@ def test_only_what_attention_made_is_quantized_by_a_launch_of_its_own(model, mon
     """Norms and gates do it themselves, also where a router or a state's gates read the rows, too."""
     by_own_launch(monkeypatch)
     for mlp in model.sparse_layers:  # as in steps of many rows
-        monkeypatch.setattr(mlp, "_max_stacked", 0)
+        monkeypatch.setattr(mlp, "_stacked_steps", range(0))
     made = Counter()
     note(monkeypatch, made, quantize_fp8_triton, "quantize", lambda *_: True)
     note(monkeypatch, made, rms_norm_triton, "norm", lambda *given: given[4] is not None)

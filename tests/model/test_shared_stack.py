@@ -50,7 +50,7 @@ def mlps_of(model):
 @pytest.mark.parametrize("kind", REFERENCES)
 def test_logits_are_transformers_in_either_form(kind, most, tmp_path, check_logits, monkeypatch):
     """At one rank and at two; some steps in one form and some in the other."""
-    monkeypatch.setattr(shared_plan, "max_tokens", lambda *_, **__: most)
+    monkeypatch.setattr(shared_plan, "steps", lambda *_, **__: range(1, most + 1))
     path, ids = written(tmp_path / "model", kind), prompt(LENGTH)
     wanted = REFERENCES[kind](path, kind, torch.float64).logits(ids)
     model = load(path)
@@ -63,7 +63,7 @@ def test_logits_are_transformers_in_either_form(kind, most, tmp_path, check_logi
 @pytest.mark.fast
 @pytest.mark.parametrize("kind", REFERENCES)
 def test_steps_of_few_tokens_take_one_choice_more_and_no_launch_beside(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_plan, "max_tokens", lambda *_, **__: 4)
+    monkeypatch.setattr(shared_plan, "steps", lambda *_, **__: range(1, 5))
     model = load(written(tmp_path / "model", kind))
     mlp, called = mlps_of(model)[0], []
     for name in ("experts", "add_shared", "linear", "linear_inner"):
@@ -149,7 +149,7 @@ def test_float8_is_stacked_with_float8_alone(ignored, tmp_path):
     if not ignored:
         rows_TD = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
         stacked_TD = first(rows_TD, may_wait=True)
-        first._max_stacked = 0
+        first._stacked_steps = range(0)
         apart_TD = first(rows_TD, may_wait=True)
         assert 0 < (stacked_TD - apart_TD).norm() < 1e-3 * apart_TD.norm()
 
