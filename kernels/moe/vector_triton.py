@@ -289,4 +289,5 @@ def variants() -> list[Variant]:
                     options={"launch_pdl": True} if early else {},
                 )
             )
-    return with_ue8m0(found, *(f"moe_vector {gemm} 8 of 256x512x2048 fp8" for gemm in ("gated", "down")))
+    rounded = "gated 8 of 256", "down 8 of 256", "down 9 of 257"
+    return with_ue8m0(found, *(f"moe_vector {name}x512x2048 fp8" for name in rounded))
