@@ -7,6 +7,7 @@ each with bits of its own. Two operations sum over a dimension that a group of r
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,8 +40,8 @@ from baton.kernels.mla.decode import mla_decode
 from baton.kernels.mla.latent_rows import absorbed_queries, absorbed_values
 from baton.kernels.mla.norm_rope_write import latent_norm_rope_write, rotate_and_write
 from baton.kernels.mla.prefill import mla_prefill
-from baton.kernels.moe import moe
-from baton.kernels.moe.gemm import Fp8ExpertWeights, experts_grouped
+from baton.kernels.moe import moe, summands
+from baton.kernels.moe.gemm import Fp8ExpertWeights, experts_apart
 from baton.kernels.moe.select_topk import (
     MAX_CHOSEN,
     MAX_EXPERTS,
@@ -49,6 +50,7 @@ from baton.kernels.moe.select_topk import (
     select_topk_reference,
     with_shared,
 )
+from baton.kernels.moe.summands import Added, Summands, add_up
 from baton.kernels.pointwise import rms_norm, sigmoid_gate, silu_mul
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.pointwise.rope import rope
@@ -113,6 +115,8 @@ class Ops:
         self._inner = inner
         self._is_invariant = invariant = numerics is Numerics.INVARIANT
         self._is_fused = implementation is Implementation.TRITON
+        # To the same bits, but batch-invariant numerics rest on one launch for any number of rows.
+        self._leaves_sums = self._is_fused and not invariant and inner.num_ranks == 1
         self._linear = linear.linear_invariant if invariant else linear.linear
         self._linear_inner = inner.linear_invariant if invariant else inner.linear
         self._route = moe.route_invariant if invariant else moe.route
@@ -161,7 +165,7 @@ class Ops:
         return norm(x, weight_D, eps, plus_one=plus_one)
 
     def add_rms_norm(
-        self, x: torch.Tensor, added: torch.Tensor, weight_D: torch.Tensor, eps: float, *, plus_one: bool = False
+        self, x: torch.Tensor, added: Added, weight_D: torch.Tensor, eps: float, *, plus_one: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + added, and the sum itself, rounded to the dtype of `x` before it is normalised."""
         if self._is_fused:
@@ -170,14 +174,14 @@ class Ops:
             )
             assert made.sum_TD is not None
             return made.rows, made.sum_TD
-        total = x + added
+        total = x + self.added_up(added)
         return self.rms_norm(total, weight_D, eps, plus_one=plus_one), total
 
     def norm_read_by(
         self,
         reader: Weight | None,
         x_TD: torch.Tensor,
-        added_TD: torch.Tensor | None,
+        added_TD: Added | None,
         weight_D: torch.Tensor,
         eps: float,
         *,
@@ -228,14 +232,19 @@ class Ops:
             return sigmoid_gate.gate_output(mixed_TQ, gate_TAE, implementation=self.implementation)
         return sigmoid_gate.gate_output_reference(mixed_TQ, gate_TAE)
 
-    def add_shared(
-        self, mixed_TD: torch.Tensor, shared_TD: torch.Tensor, x_TD: torch.Tensor, gate_1D: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Add the outputs of routed and shared experts, the latter times the sigmoid of x W^T if there is a gate W."""
+    def add_shared(self, mixed_TD: Added, shared_TD: torch.Tensor, gate_T1: torch.Tensor | None) -> Added:
+        """Add the outputs of routed and shared experts, the latter times the sigmoid of its gate's logits if any."""
+        if isinstance(mixed_TD, Summands):
+            return replace(mixed_TD, shared_TD=shared_TD, gate_T1=gate_T1)
         if self._is_fused:
-            return sigmoid_gate.add_shared(mixed_TD, shared_TD, x_TD, gate_1D, implementation=self.implementation)
-        logit_T1 = None if gate_1D is None else self.linear(x_TD, gate_1D)
-        return sigmoid_gate.add_shared_reference(mixed_TD, shared_TD, logit_T1)
+            return sigmoid_gate.add_shared(mixed_TD, shared_TD, gate_T1, implementation=self.implementation)
+        return sigmoid_gate.add_shared_reference(mixed_TD, shared_TD, gate_T1)
+
+    def added_up(self, added_TD: Added) -> torch.Tensor:
+        """What a layer adds, as one tensor, for what is no norm."""
+        if isinstance(added_TD, torch.Tensor):
+            return added_TD
+        return add_up(added_TD, implementation=self.implementation)
 
     def qk_norm_rope_write(
         self,
@@ -508,15 +517,24 @@ class Ops:
         expert_TK: torch.Tensor,
         weights: Experts,
         may_wait: bool,
-    ) -> torch.Tensor:
-        """Compute the MoE output, [T, D]. The host may wait for a CUDA device only if `may_wait`."""
+    ) -> Added:
+        """Compute the MoE output, [T, D]; in steps of few tokens the next norm adds it up.
+
+        The host may wait for a CUDA device only if `may_wait`.
+        """
         if not self._is_fused and not isinstance(weights, Fp8ExpertWeights):
             return self._experts(x_TD, weight_TK, expert_TK, weights, may_wait)
         out_dtype = x_TD.dtype if self._inner.num_ranks == 1 else torch.float32
-        mixed_TD = experts_grouped(
+        mixed_TD = experts_apart(
             x_TD, weight_TK, expert_TK, weights,
             out_dtype=out_dtype, invariant=self._is_invariant, implementation=self.implementation,
         )  # fmt: skip
+        if isinstance(mixed_TD, Summands):
+            num_tokens, num_chosen = expert_TK.shape
+            may_leave = self._leaves_sums and weights.held is None
+            if may_leave and summands.waits(num_tokens, num_chosen, x_TD.shape[1]):
+                return mixed_TD
+            mixed_TD = add_up(mixed_TD, out_dtype=out_dtype, implementation=self.implementation)
         return self._inner.add_ranks(mixed_TD).to(x_TD.dtype)
 
     @staticmethod

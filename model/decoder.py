@@ -15,6 +15,7 @@ import torch
 
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.memo import signature
+from baton.kernels.moe.summands import Added
 from baton.kernels.ops import Ops, Rows, plain
 from baton.model.attention import Attention, AttentionInputs
 from baton.model.config import ModelConfig
@@ -69,8 +70,8 @@ class DecoderLayer:
         )
 
     def pieces(
-        self, x_TD: torch.Tensor, added_TD: torch.Tensor | None, inputs: AttentionInputs
-    ) -> Pieces[tuple[torch.Tensor, torch.Tensor]]:
+        self, x_TD: torch.Tensor, added_TD: Added | None, inputs: AttentionInputs
+    ) -> Pieces[tuple[torch.Tensor, Added]]:
         """Rows x + added (x alone if None) -> rows, and what is to be added to them, all [T, D]."""
         if isinstance(self.attention, StateMixer):
             normed, x_TD = self.attention_norm.read_by(self.attention.reader, x_TD, added_TD, keep=True)
@@ -104,6 +105,7 @@ class Decoder:
             for layer in range(config.num_layers)
         ]
         self.norm = RMSNorm(source, "model.norm", config.rms_norm_eps, ops, plus_one=config.has_plus_one_norms)
+        self._ops = ops
         self._aux_layers: Collection[int] = ()
         self._skipped_layers: Collection[int] = ()
         self._never_skipped: frozenset[int] = frozenset()
@@ -116,14 +118,21 @@ class Decoder:
     def alike_layers(self) -> set[int]:
         """Layers that launch the same kernels as an earlier one, and whose inputs nothing taps."""
         kinds: set[Hashable] = set()
-        alike = set()
+        alike: set[int] = set()
+        # What is left to each layer's first norm to add up, and to the final one: nothing, or what experts made.
+        added = [(), *(tuple(_traits(layer.mlp, set())) * isinstance(layer.mlp, SparseMLP) for layer in self.layers)]
         for index, layer in enumerate(self.layers):
-            # The first layer's norm adds nothing. Others' is like that of an MLP, unless a float8 GEMM reads it.
-            is_alone = index == 0 and isinstance(layer.attention.reader, Fp8Weight)
-            kind = is_alone, *_traits(layer, set())
-            if kind in kinds and index not in self._aux_layers:
+            # The final norm, or an MLP's, launches the same, unless a float8 GEMM reads this one.
+            is_read, is_tapped = isinstance(layer.attention.reader, Fp8Weight), index in self._aux_layers
+            kind = is_read and (index == 0, not is_tapped and added[index]), *_traits(layer, set())
+            if kind in kinds and not is_tapped:
                 alike.add(index)
             kinds.add(kind)
+        # Norms that are computed add what the layers before them made.
+        for index in range(len(self.layers), 0, -1):
+            computed_before = max(set(range(index)) - alike)
+            if index not in alike and added[computed_before + 1] != added[index]:
+                alike.discard(index - 1)
         return alike
 
     def never_skip(self, layers: Collection[int]) -> None:
@@ -142,12 +151,13 @@ class Decoder:
     def pieces(self, token_ids_T: torch.Tensor, inputs: AttentionInputs) -> Pieces[torch.Tensor]:
         """Hidden states after the final norm, [T, D], with the tapped columns appended."""
         x_TD = self.embedding_VD[token_ids_T]
-        added_TD: torch.Tensor | None = None
+        added_TD: Added | None = None
         aux: list[torch.Tensor] = []
         for index, layer in enumerate(self.layers):
             if index in self._skipped_layers:
                 continue
             if index in self._aux_layers:
+                added_TD = None if added_TD is None else self._ops.added_up(added_TD)
                 aux.append(x_TD if added_TD is None else x_TD + added_TD)
             x_TD, added_TD = yield from layer.pieces(x_TD, added_TD, inputs)
         hidden_TD = self.norm.of_sum(x_TD, added_TD)[0]

@@ -18,6 +18,7 @@ from baton.kernels.moe.expert_slots import RoutedRows
 from baton.kernels.moe.gemm import Fp8ExpertWeights
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.moe import ExpertWeights
+from baton.kernels.moe.summands import Added
 from baton.kernels.ops import Experts, Ops, Rows, Weight
 from baton.kernels.tiles import wide_dtype
 from baton.model.checkpoint.fp8_scheme import BLOCK_LEN, Fp8Scheme, ScaleKind
@@ -314,14 +315,14 @@ class RMSNorm:
         """Normalise the last dimension."""
         return self._ops.rms_norm(x, self.weight_D, self._eps, plus_one=self._plus_one)
 
-    def of_sum(self, x_TD: torch.Tensor, added_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_sum(self, x_TD: torch.Tensor, added_TD: Added | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of x + added, and the sum, which is rounded to its dtype before it is normalised."""
         if added_TD is None:
             return self(x_TD), x_TD
         return self._ops.add_rms_norm(x_TD, added_TD, self.weight_D, self._eps, plus_one=self._plus_one)
 
     def read_by(
-        self, reader: Weight | None, x_TD: torch.Tensor, added_TD: torch.Tensor | None = None, *, keep: bool = False
+        self, reader: Weight | None, x_TD: torch.Tensor, added_TD: Added | None = None, *, keep: bool = False
     ) -> tuple[Rows, torch.Tensor]:
         """The same, with the norm in the form in which the GEMM of `reader` takes it; others read it if `keep`."""
         return self._ops.norm_read_by(

@@ -264,11 +264,11 @@ class Model:
             shapes |= {(2 * config.moe_intermediate_size, hidden), (hidden, config.moe_intermediate_size)}
             shared = 2 * config.shared_expert_size
             are_one = all(mlp.both_ND is not None for mlp in self.sparse_layers)
-            shapes |= {(shared + config.num_experts, hidden)} if are_one else {(config.num_experts, hidden)}
+            num_logits = len(self.sparse_layers[0].router_XD)
+            shapes.add((shared + num_logits if are_one else num_logits, hidden))
             shapes |= {(shared, hidden)} if shared and not are_one else set()
         if config.shared_expert_size:
             shapes.add((hidden, config.shared_expert_size))
-            shapes |= {(1, hidden)} if config.sigmoid_routing is None else set()
         if self._eagle is not None:
             own = self._eagle.sizes
             heads = own.num_heads * own.head_dim

@@ -19,6 +19,7 @@ from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.moe import shared_plan
 from baton.kernels.moe.expert_slots import ExpertSlots, RoutedRows
 from baton.kernels.moe.gemm import Fp8ExpertWeights
+from baton.kernels.moe.summands import Added
 from baton.kernels.ops import Experts, Ops, Rows, Weight, plain
 from baton.model.config import ModelConfig
 from baton.model.layers import MLP, WeightSource, joined
@@ -34,11 +35,11 @@ class SparseMLP:
         experts: the routed experts that this rank holds.
         stack: the same and, as the last one, the shared expert; None: it is not stacked.
         slots: where all experts are, and their loads; None if they do not move.
-        both_ND: the shared expert's first GEMM and the router's in one, J + E outputs, of which the two are views,
-            because a GEMM with few outputs takes as long as its launch. None: there is no shared expert, its weights
-            are float8, or the router's logits are wide.
-        router_XD: router and gate of a stacked shared expert, E + 8 outputs, of which `router_ED` is a view; the router
-            alone where there is no gate.
+        router_XD: router and gate of the shared expert, E + 8 outputs, of which `router_ED` is a view; the router alone
+            where there is no gate.
+        both_ND: the shared expert's first GEMM and those in one, J + X outputs, of which the two are views, because a
+            GEMM with few outputs takes as long as its launch. None: there is no shared expert, its weights are float8,
+            or the router's logits are wide.
     """
 
     def __init__(self, source: WeightSource, layer_prefix: str, config: ModelConfig, ops: Ops) -> None:
@@ -52,17 +53,20 @@ class SparseMLP:
         shared_names = mlp_names(shared_prefix)
         has_shared = bool(config.shared_expert_size)
         has_gate = has_shared and self._routing is None
-        gate_1D = source.take(f"{shared_prefix}_gate.weight") if has_gate else None
+        if has_gate:
+            gate_1D = source.take(f"{shared_prefix}_gate.weight")
+            zeros_GD = gate_1D.new_zeros(_GATE_ROWS - 1, gate_1D.shape[1])
+            self._set_router(torch.cat([self.router_ED, gate_1D, zeros_GD]))
         may_stack = has_shared and not ops.is_invariant and source.held is None
         self.stack: Experts | None = None
         self.both_ND: torch.Tensor | None = None
         self.shared: _SharedExpert | None = None
         if may_stack and source.may_stack(names, shared_names):
-            self._take_stack(source, [*names, shared_names], gate_1D, ops)
+            self._take_stack(source, [*names, shared_names], ops)
         else:
             self.experts = source.take_experts(names)
             if has_shared:
-                self.shared = _SharedExpert(MLP.take(source, shared_prefix, ops), gate_1D, ops)
+                self.shared = _SharedExpert(MLP.take(source, shared_prefix, ops), ops)
                 self._join_gemms(self.shared.mlp)
         held = source.held
         self.slots = ExpertSlots(held, source.device) if held is not None and held.may_move else None
@@ -75,53 +79,55 @@ class SparseMLP:
         self._renormalise = config.renormalise_experts
         self._ops = ops
 
-    def _take_stack(
-        self, source: WeightSource, names: list[tuple[str, str, str]], gate_1D: torch.Tensor | None, ops: Ops
-    ) -> None:
+    def _set_router(self, router_XD: torch.Tensor) -> None:
+        self.router_XD, self.router_ED = router_XD, router_XD[: len(self.router_ED)]
+
+    def _take_stack(self, source: WeightSource, names: list[tuple[str, str, str]], ops: Ops) -> None:
         """Read all experts, the shared one as the last, into one stack; the router follows it in memory.
 
         So the shared expert's first GEMM, the router's, and both in one read the same memory.
         """
         (num_outputs, hidden), num_routed = source.stack_shape(names[-1][:2]), len(names) - 1
-        num_stacked, router_ED = len(names) * num_outputs, self.router_ED
-        num_beside = 0 if gate_1D is None else num_routed + _GATE_ROWS
-        is_wide = source.are_wide(names)
-        rows_XD = source.new((num_stacked * is_wide + num_beside, hidden))
-        stack = source.take_experts(names, rows_XD[:num_stacked] if is_wide else None)
-        if gate_1D is not None:
-            self.router_XD = rows_XD[-num_beside:]
-            self.router_XD[:num_routed] = router_ED
-            self.router_XD[num_routed:] = 0
-            self.router_XD[num_routed : num_routed + 1] = gate_1D
-            self.router_ED, gate_1D = self.router_XD[:num_routed], self.router_XD[num_routed : num_routed + 1]
-            if is_wide:
-                self.both_ND = rows_XD[num_stacked - num_outputs : num_stacked + num_routed]
+        num_stacked, router_XD = len(names) * num_outputs, self.router_XD
+        rows_XD = None
+        if source.are_wide(names):
+            num_beside = len(router_XD) if self._routing is None else 0
+            rows_XD = source.new((num_stacked + num_beside, hidden))
+        stack = source.take_experts(names, None if rows_XD is None else rows_XD[:num_stacked])
+        if rows_XD is not None and self._routing is None:
+            rows_XD[num_stacked:] = router_XD
+            self._set_router(rows_XD[num_stacked:])
+            self.both_ND = rows_XD[num_stacked - num_outputs :]
         self.stack = replace(stack, has_shared=True)
         self.experts = _first(stack, num_routed)
-        self.shared = _SharedExpert(MLP(*_last(stack), ops), gate_1D, ops)
+        self.shared = _SharedExpert(MLP(*_last(stack), ops), ops)
 
     def _join_gemms(self, mlp: MLP) -> None:
         """Let the router's GEMM and the first one of the shared expert be one, if they can be."""
-        num_routed = len(self.router_ED)
-        self.both_ND = joined(mlp.gate_up_JD, self.router_ED) if self._routing is None else None
+        self.both_ND = joined(mlp.gate_up_JD, self.router_XD) if self._routing is None else None
         if self.both_ND is not None:
-            mlp.gate_up_JD, self.router_ED = self.both_ND.tensor_split([-num_routed])
-            self.router_XD = self.router_ED
+            mlp.gate_up_JD, router_XD = self.both_ND.tensor_split([-len(self.router_XD)])
+            self._set_router(router_XD)
 
     def reader_of(self, num_rows: int) -> Weight | None:
         """The weight of the shared expert's first GEMM, which reads the rows beside others; None: there is none."""
         return None if self.shared is None or self._is_stacked(num_rows) else self.shared.mlp.reader_of(num_rows)
 
-    def __call__(self, x: Rows, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
-        """[T, D] -> [T, D]; the host may wait for the device only if `may_wait`. Needs `routed` if experts may move."""
+    def __call__(self, x: Rows, *, may_wait: bool, routed: RoutedRows | None = None) -> Added:
+        """[T, D] -> [T, D], which the next norm may have to add up.
+
+        The host may wait for the device only if `may_wait`. Needs `routed` if experts may move.
+        """
         x_TD, gate_up_TJ = plain(x), None
         is_stacked = self._is_stacked(len(x_TD))
         if is_stacked or self.both_ND is None:
             linear = self._ops.linear if self._routing is None else self._ops.linear_wide
-            logits_TX = linear(x_TD, self.router_XD if is_stacked else self.router_ED)
+            logits_TX = linear(x_TD, self.router_XD)
         else:
-            gate_up_TJ, logits_TX = self._ops.linear(x_TD, self.both_ND).tensor_split([-len(self.router_ED)], dim=1)
-        weight_TK, expert_TK = self._route(logits_TX, is_stacked)
+            gate_up_TJ, logits_TX = self._ops.linear(x_TD, self.both_ND).tensor_split([-len(self.router_XD)], dim=1)
+        logits_TE, gate_TX = logits_TX.tensor_split([len(self.router_ED)], dim=1)
+        gate_T1 = gate_TX[:, :1] if gate_TX.shape[1] else None
+        weight_TK, expert_TK = self._route(logits_TE, gate_T1, is_stacked)
         if is_stacked:
             assert self.stack is not None
             return self._ops.experts(x_TD, weight_TK, expert_TK, self.stack, may_wait)
@@ -129,24 +135,25 @@ class SparseMLP:
             assert routed is not None
             expert_TK = self.slots.place(expert_TK, routed)
         mixed_TD = self._ops.experts(x_TD, weight_TK, expert_TK, self.experts, may_wait)
-        return mixed_TD if self.shared is None else self.shared.add_to(mixed_TD, x, gate_up_TJ)
+        return mixed_TD if self.shared is None else self.shared.add_to(mixed_TD, x, gate_T1, gate_up_TJ)
 
     def _is_stacked(self, num_rows: int) -> bool:
         """Whether the shared expert is one more choice in a step of so many rows."""
         return num_rows in self._stacked_steps
 
-    def _route(self, logits_TX: torch.Tensor, has_shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and experts of the tokens; X is E, or more where the shared expert's gate follows."""
+    def _route(
+        self, logits_TE: torch.Tensor, gate_T1: torch.Tensor | None, has_shared: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and experts of the tokens, with the shared one if `has_shared`, which its gate weighs."""
         routing, bias_E = self._routing, self.bias_E
         if routing is None or bias_E is None:
-            logits_TE = logits_TX[:, : len(self.router_ED)]
-            gate_T1 = logits_TX[:, len(self.router_ED) :][:, :1] if has_shared else None
+            gate_T1 = gate_T1 if has_shared else None
             return self._ops.route(
                 logits_TE, self._num_chosen, self._renormalise, has_shared=has_shared, gate_T1=gate_T1
             )
         groups = (routing.num_groups, routing.num_kept_groups)
         return self._ops.route_by_sigmoid(
-            logits_TX, self._num_chosen, self._renormalise, bias_E, groups, routing.scaling, has_shared=has_shared
+            logits_TE, self._num_chosen, self._renormalise, bias_E, groups, routing.scaling, has_shared=has_shared
         )
 
 
@@ -172,18 +179,20 @@ def _last(stack: Experts) -> tuple[Weight, Weight]:
 class _SharedExpert:
     """An MLP for every token, whose output is weighted by a sigmoid of the token if the family has a gate."""
 
-    def __init__(self, mlp: MLP, gate_1D: torch.Tensor | None, ops: Ops) -> None:
+    def __init__(self, mlp: MLP, ops: Ops) -> None:
         self.mlp = mlp
-        self.gate_1D = gate_1D
         self._ops = ops
 
-    def add_to(self, mixed_TD: torch.Tensor, x: Rows, gate_up_TJ: torch.Tensor | None = None) -> torch.Tensor:
+    def add_to(
+        self, mixed_TD: Added, x: Rows, gate_T1: torch.Tensor | None, gate_up_TJ: torch.Tensor | None = None
+    ) -> Added:
         """Sum of the experts' output and this one's for the tokens, [T, D], rounded once: [T, D].
 
         Args:
             mixed_TD: the experts' output.
             x: the tokens.
+            gate_T1: logits of its gate, if it has one.
             gate_up_TJ: output of this one's first GEMM, if already computed.
         """
         shared_TD = self.mlp(x, may_wait=False) if gate_up_TJ is None else self.mlp.go_on(gate_up_TJ)
-        return self._ops.add_shared(mixed_TD, shared_TD, plain(x), self.gate_1D)
+        return self._ops.add_shared(mixed_TD, shared_TD, gate_T1)

@@ -26,7 +26,7 @@ from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
 from baton.kernels.mla import prefill as mla_prefill
 from baton.kernels.moe import gemm as moe_gemm
-from baton.kernels.moe import shared_plan
+from baton.kernels.moe import summands
 from baton.kernels.selftest import check_invariance
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
@@ -449,9 +449,10 @@ def _pool_sizes(
         of_layer = sizes.num_experts, sizes.hidden_size, sizes.moe_intermediate_size
         num_tokens, num_chosen = step.max_num_batched_tokens, sizes.num_experts_per_token
         expert_bytes = moe_gemm.most_bytes(num_tokens, num_chosen, of_layer)
-        if sizes.shared_expert_size:  # which is one expert and one choice more in steps of few tokens
-            few, stacked = min(num_tokens, shared_plan.MAX_TOKENS), (sizes.num_experts + 1, *of_layer[1:])
-            expert_bytes = max(expert_bytes, moe_gemm.most_bytes(few, num_chosen + 1, stacked))
+        # In steps of few tokens a shared expert is one expert and one choice more, and parts outlive their layer.
+        few, num_shared = min(num_tokens, summands.MAX_TOKENS), int(sizes.shared_expert_size > 0)
+        stacked = sizes.num_experts + num_shared, *of_layer[1:]
+        expert_bytes = max(expert_bytes, 2 * moe_gemm.most_bytes(few, num_chosen + num_shared, stacked))
         steps += expert_bytes
     steps += exchange_bytes(model)
     if config.lookup is not None and config.num_draft_tokens:

@@ -2,10 +2,11 @@
 
 There are four launches and no host sync: sorting the routed rows into blocks (and quantizing x, if weights are float8);
 the gate and up projections with silu(gate) * up, quantized again; the down projection times the routing weight; and the
-sum over a token's choices in order of selection. On Hopper float8 chunks of many rows take a fifth, which puts rows in
-place (`kernels.moe.gemm_hopper_triton`). No float is added atomically, and a block has rows of one expert and
-padding only, so a token's result depends on that token alone for one set of tiles; `invariant` fixes the set. A few
-tokens, which seldom share experts, are computed row by row instead, in two launches (`kernels.moe.vector_triton`).
+sum over a token's choices in order of selection, which may be left to a norm (`kernels.moe.summands`). On Hopper float8
+chunks of many rows take a fifth, which puts rows in place (`kernels.moe.gemm_hopper_triton`). No float is added
+atomically, and a block has rows of one expert and padding only, so a token's result depends on that token alone for one
+set of tiles; `invariant` fixes the set. A few tokens, which seldom share experts, are computed row by row instead, in
+two launches (`kernels.moe.vector_triton`).
 
 Unlike `kernels.moe.moe`, which rounds the results of the gate and up projections to the dtype of x, intermediate values
 stay float32 until they are stored: silu(gate) * up is rounded once, to the dtype of x or to float8. The order of the
@@ -36,6 +37,7 @@ from baton.kernels.moe import gemm_triton as moe_gemm_triton
 from baton.kernels.moe.align import GROUP, max_blocks, moe_align, moe_align_quantize, quantize_reference
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.moe import ExpertWeights, held_ids
+from baton.kernels.moe.summands import Added, Summands, add_up
 
 _FORMS: Memo[bool] = Memo()  # checked calls, and whether Triton computes them
 KERNEL = "moe_gemm"  # name in the tuned table
@@ -101,12 +103,45 @@ def experts_grouped(
     """Compute the MoE output [T, D]; the host never waits, so the call may be captured.
 
     Args:
+        x_TD: see `experts_apart`, also for the next two.
+        weight_TK: routing weights.
+        expert_TK: choices.
+        weights: expert weights.
+        out_dtype: dtype of the result, x's by default; float32 where ranks' results are to be added.
+        invariant: see `experts_apart`, also for the next two.
+        tiles: tiles to use.
+        implementation: implementation to use.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit; the message names it.
+    """
+    made = experts_apart(
+        x_TD, weight_TK, expert_TK, weights,
+        out_dtype=out_dtype, invariant=invariant, tiles=tiles, implementation=implementation,
+    )  # fmt: skip
+    return made if isinstance(made, torch.Tensor) else add_up(made, out_dtype=out_dtype, implementation=implementation)
+
+
+def experts_apart(
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    weights: ExpertWeights | Fp8ExpertWeights,
+    *,
+    out_dtype: torch.dtype | None = None,
+    invariant: bool = False,
+    tiles: Tiles | None = None,
+    implementation: Implementation = Implementation.AUTO,
+) -> Added:
+    """Compute the MoE output as it is before a token's choices are added up, where the form has that; else their sum.
+
+    Args:
         x_TD: bfloat16 or float16; the reference takes float32 and float64, too.
         weight_TK: routing weights, float32 (float64 for the reference).
         expert_TK: int32 or int64; ids outside this rank's E experts, which begin at 0 or at the first held one, add
             nothing.
         weights: expert weights in x's dtype, or float8. Contiguous.
-        out_dtype: dtype of the result, x's by default; float32 where ranks' results are to be added.
+        out_dtype: dtype of a sum, x's by default.
         invariant: whether tiles must not depend on the number of tokens.
         tiles: tiles to use instead of the tuned ones, for the tuner.
         implementation: implementation to use.
@@ -163,16 +198,14 @@ def experts_grouped(
         )  # fmt: skip
     else:
         alignment = moe_align(expert_TK, num_experts, block_len, first_expert=first, implementation=implementation)
-    gemm = moe_gemm_triton.GroupedGemm(
-        alignment, weights, tiles, expert_TK.contiguous(), weight_TK.contiguous(), x_TD.dtype
-    )
-    out_TD = torch.empty(x_TD.shape, dtype=dtype, device=x_TD.device)
+    gemm = moe_gemm_triton.GroupedGemm(alignment, weights, tiles, weight_TK.contiguous(), x_TD.dtype)
     if is_specialized:
         assert scale_TG is not None
-        gemm_hopper_triton.launch(gemm, values_TD, scale_TG, out_TD)
+        part_ND = gemm_hopper_triton.launch(gemm, values_TD, scale_TG)
     else:
-        moe_gemm_triton.launch(gemm, values_TD.contiguous(), scale_TG, out_TD)
-    return out_TD
+        part_ND = moe_gemm_triton.launch(gemm, values_TD.contiguous(), scale_TG)
+    is_early = block_len <= moe_gemm_triton.FEW
+    return Summands(part_ND, expert_TK.contiguous(), num_experts, weights.held, is_early)
 
 
 def most_bytes(num_tokens: int, num_chosen: int, sizes: tuple[int, int, int]) -> int:

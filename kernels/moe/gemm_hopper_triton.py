@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.moe.align import GROUP, Alignment
-from baton.kernels.moe.gemm_triton import GroupedGemm, launch_sum
+from baton.kernels.moe.gemm_triton import GroupedGemm
 from baton.kernels.moe.gemm_warp_specialized_triton import grouped_kernel
 from baton.kernels.variant import Variant
 
@@ -83,8 +83,8 @@ _launch_place = Launcher(_place_kernel)
 _launch_grouped = Launcher(grouped_kernel)
 
 
-def launch(gemm: GroupedGemm, x_TD: torch.Tensor, x_scale_TG: torch.Tensor, out_TD: torch.Tensor) -> None:
-    """Four launches, of x in float8, contiguous; see `gemm_triton.launch`. Blocks are of BLOCK_LEN rows."""
+def launch(gemm: GroupedGemm, x_TD: torch.Tensor, x_scale_TG: torch.Tensor) -> torch.Tensor:
+    """Three launches, of x in float8, contiguous; see `gemm_triton.launch`. Blocks are of BLOCK_LEN rows."""
     weights, weight_TK = gemm.weights, gemm.weight_TK
     _, hidden, inner_size = weights.down_EDI.shape
     num_rows, device = weight_TK.numel(), x_TD.device
@@ -110,7 +110,7 @@ def launch(gemm: GroupedGemm, x_TD: torch.Tensor, x_scale_TG: torch.Tensor, out_
     with torch.cuda.device_of(x_TD):
         _launch_grouped(programs, (*to_inner, *sizes), _grouped_constants(2 * inner_size, hidden, True, weights.ue8m0))
         _launch_grouped(programs, (*to_part, *sizes), _grouped_constants(hidden, inner_size, False, False))
-        launch_sum(gemm, part_ND, out_TD)
+    return part_ND
 
 
 def place_rows(

@@ -34,7 +34,7 @@ _GROUP = tl.constexpr(GROUP)
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(1e-10)
 SUM_COLUMNS = 512
-_FEW = 16  # rows of a block up to which programs are few enough to begin before the launch before has ended
+FEW = 16  # rows of a block up to which programs are few enough to begin before the launch before has ended
 
 
 @triton.jit
@@ -222,7 +222,6 @@ class GroupedGemm:
         alignment: rows by expert.
         weights: of the experts, of one of the two kinds of `kernels.moe.gemm`.
         tiles: how the GEMMs are cut, `kernels.moe.gemm.Tiles`.
-        expert_TK: the choice, contiguous.
         weight_TK: of the choice, float32, contiguous.
         part_dtype: of a choice's result, and of what lies between the GEMMs unless weights are float8.
     """
@@ -230,13 +229,15 @@ class GroupedGemm:
     alignment: Alignment
     weights: Any
     tiles: Any
-    expert_TK: torch.Tensor
     weight_TK: torch.Tensor
     part_dtype: torch.dtype
 
 
-def launch(gemm: GroupedGemm, x_TD: torch.Tensor, x_scale: torch.Tensor | None, out_TD: torch.Tensor) -> None:
-    """Three launches, of x in float8 where it has scales, contiguous. Scales that are none are never read."""
+def launch(gemm: GroupedGemm, x_TD: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
+    """Two launches, of x in float8 where it has scales, contiguous: the parts of each choice, [N, D].
+
+    Scales that are none are never read.
+    """
     weights, tiles, weight_TK, is_fp8 = gemm.weights, gemm.tiles, gemm.weight_TK, x_scale is not None
     _, hidden, inner_size = weights.down_EDI.shape
     num_rows, num_chosen, device = weight_TK.numel(), weight_TK.shape[1], x_TD.device
@@ -257,16 +258,22 @@ def launch(gemm: GroupedGemm, x_TD: torch.Tensor, x_scale: torch.Tensor | None, 
     with torch.cuda.device_of(x_TD):
         _launch_gated((num_blocks * -(-inner_size // tiles.gated_outputs),), to_inner, gated)
         _launch_down((num_blocks * -(-hidden // tiles.down_outputs),), to_part, down)
-        launch_sum(gemm, part, out_TD)
+    return part
 
 
-def launch_sum(gemm: GroupedGemm, part_ND: torch.Tensor, out_TD: torch.Tensor) -> None:
-    """Add the parts of each token's choices."""
-    num_experts, hidden, _ = gemm.weights.down_EDI.shape
-    num_tokens, num_chosen = gemm.expert_TK.shape
-    is_early = gemm.alignment.block_len <= _FEW
-    total = _total_constants(num_experts, num_chosen, hidden, gemm.weights.held, is_early, part_ND.device)
-    _launch_sum((num_tokens, -(-hidden // SUM_COLUMNS)), (part_ND, gemm.expert_TK, out_TD), total)
+def launch_sum(
+    part_ND: torch.Tensor,
+    expert_TK: torch.Tensor,
+    num_experts: int,
+    held: HeldExperts | None,
+    out_TD: torch.Tensor,
+    *,
+    is_early: bool,
+) -> None:
+    """Add the parts of each token's choices; all are contiguous."""
+    (num_tokens, num_chosen), hidden = expert_TK.shape, part_ND.shape[1]
+    total = _total_constants(num_experts, num_chosen, hidden, held, is_early, part_ND.device)
+    _launch_sum((num_tokens, -(-hidden // SUM_COLUMNS)), (part_ND, expert_TK, out_TD), total)
 
 
 @functools.lru_cache(maxsize=256)
@@ -274,7 +281,7 @@ def _constants(
     inner_size: int, hidden: int, num_chosen: int, tiles: Any, is_fp8: bool, ue8m0: bool, device: torch.device
 ) -> tuple[Constants, Constants]:
     """Of both GEMMs."""
-    early = dependent_launch(device, tiles.block_len <= _FEW)
+    early = dependent_launch(device, tiles.block_len <= FEW)
     gated = gated_constants(inner_size, hidden, num_chosen, tiles, is_fp8) | {"num_warps": tiles.gated_warps}
     gated["UE8M0"] = ue8m0
     down = down_constants(inner_size, hidden, tiles, is_fp8) | {"num_warps": tiles.down_warps}
@@ -367,7 +374,7 @@ def variants() -> list[Variant]:
             "shapes": ("64x16x16",) if num_rows is None else (),
         }
         size = "invariant" if num_rows is None else f"rows={num_rows}"
-        is_late = tiles.block_len <= _FEW and not early
+        is_late = tiles.block_len <= FEW and not early
         name = f"{kind} {num_experts}x{inner_size}x2048 {size}{' late' * is_late}"
         gated = gated_constants(inner_size, 2048, 8, tiles, is_fp8) | {"EARLY": early}
         down = down_constants(inner_size, 2048, tiles, is_fp8) | {"EARLY": early}

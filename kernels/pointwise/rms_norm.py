@@ -15,6 +15,7 @@ from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, quantize_fp8_reference
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
+from baton.kernels.moe.summands import Added, Summands, add_up
 from baton.kernels.pointwise import rms_norm_triton
 from baton.kernels.tiles import ordered_sum, wide_dtype
 
@@ -63,7 +64,7 @@ def rms_norm_fused(
     weight_D: torch.Tensor,
     eps: float,
     *,
-    residual_TD: torch.Tensor | None = None,
+    residual_TD: Added | None = None,
     plus_one: bool = False,
     num_padded: int | None = None,
     ue8m0: bool = False,
@@ -80,7 +81,8 @@ def rms_norm_fused(
         x_TD: bfloat16, float16 or float32; rows may be strided.
         weight_D: same dtype.
         eps: added to the mean square.
-        residual_TD: added first; the sum is rounded, returned, and normalised as rounded.
+        residual_TD: added first; the sum is rounded, returned, and normalised as rounded. `Summands`, of the dtype of
+            `x`, are added up before that, to the bits of `add_up`.
         plus_one: multiply by 1 + w (Gemma, Qwen3-Next).
         num_padded: return so many float8 rows, at least T, with a scale for each 128 columns (`quantize_fp8`); those
             beyond T are zeros with scale 1. D is a multiple of 128. None: rows are not quantized.
@@ -91,7 +93,8 @@ def rms_norm_fused(
     Raises:
         KernelArgumentInvalid: an argument does not fit.
     """
-    key = signature(x_TD), signature(weight_D), signature(residual_TD), num_padded, keep, implementation
+    added = residual_TD.signature if isinstance(residual_TD, Summands) else signature(residual_TD)
+    key = signature(x_TD), signature(weight_D), added, num_padded, keep, implementation
     in_triton = _FORMS.find(key)
     if in_triton is None:
         _check(x_TD, weight_D, residual_TD, num_padded, keep)
@@ -102,6 +105,8 @@ def rms_norm_fused(
         )
         return NormedRows(*found)
     sum_TD, wide_TD = None, x_TD.float()
+    if isinstance(residual_TD, Summands):
+        residual_TD = add_up(residual_TD, implementation=implementation)
     if residual_TD is not None:
         wide_TD = wide_TD + residual_TD.float()
         sum_TD = wide_TD.to(x_TD.dtype)
@@ -117,7 +122,7 @@ def rms_norm_fused(
 def _check(
     x_TD: torch.Tensor,
     weight_D: torch.Tensor,
-    residual_TD: torch.Tensor | None,
+    residual_TD: Added | None,
     num_padded: int | None,
     keep: bool,
 ) -> None:
@@ -127,7 +132,9 @@ def _check(
     require(0 < length <= MAX_LEN, "x_TD", f"has rows of {length}, not of 1 to {MAX_LEN}")
     require_tensor("weight_D", weight_D, [length], [x_TD.dtype], x_TD.device)
     require_rows("weight_D", weight_D)
-    if residual_TD is not None:
+    if isinstance(residual_TD, Summands):
+        residual_TD.check("residual_TD", x_TD)
+    elif residual_TD is not None:
         require_tensor("residual_TD", residual_TD, [num_rows, length], [x_TD.dtype], x_TD.device)
         require_rows("residual_TD", residual_TD)
     require(num_padded is not None or not keep, "keep", "is of use for quantized rows alone")

@@ -7,11 +7,10 @@ Source: Qwen3-Next and Qwen3.5 (gated attention, gated shared expert).
 """
 
 import torch
-from torch.nn import functional
 
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
-from baton.kernels.memo import Memo, open_signature, signature
+from baton.kernels.memo import Memo, open_signature
 from baton.kernels.pointwise import sigmoid_gate_triton
 from baton.kernels.tiles import wide_dtype
 
@@ -59,53 +58,45 @@ def gate_output(
     return sigmoid_gate_triton.launch_output(mixed_TQ, gate_TAE)
 
 
-def add_shared_reference(
-    mixed_TD: torch.Tensor, shared_TD: torch.Tensor, logit_T1: torch.Tensor | None
-) -> torch.Tensor:
+def add_shared_reference(mixed_TD: torch.Tensor, shared_TD: torch.Tensor, gate_T1: torch.Tensor | None) -> torch.Tensor:
     """Add the shared expert's output, times the sigmoid of each row's logit if there is one, to the MoE output."""
     wide = wide_dtype(mixed_TD.dtype)
     shared_TD = shared_TD.to(wide)
-    if logit_T1 is not None:
-        shared_TD = shared_TD / _inverse(logit_T1.to(wide))
+    if gate_T1 is not None:
+        shared_TD = shared_TD / _inverse(gate_T1.to(wide))
     return (mixed_TD.to(wide) + shared_TD).to(mixed_TD.dtype)
 
 
 def add_shared(
     mixed_TD: torch.Tensor,
     shared_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    gate_1D: torch.Tensor | None,
+    gate_T1: torch.Tensor | None,
     *,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """Compute `add_shared_reference` in one launch that also computes the logits: x times the gate, rounded.
-
-    Logits are rounded to the dtype of x.
+    """Compute `add_shared_reference` in one launch.
 
     Args:
         mixed_TD: MoE output, bfloat16, float16 or float32; rows may be strided, as may those of the next two.
         shared_TD: output of the shared expert, same dtype.
-        x_TD: input of the layer, same dtype.
-        gate_1D: weight of the gate, same dtype, contiguous; None: the shared expert has no gate, and x is not read.
+        gate_T1: logits of its gate, same dtype; None: it has no gate.
         implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit.
     """
-    rows = mixed_TD, shared_TD, x_TD
+    rows = [mixed_TD, shared_TD, *([] if gate_T1 is None else [gate_T1])]
     are_even = len({len(row) for row in rows}) == 1
-    key = "shared", *map(open_signature, rows), are_even, signature(gate_1D), implementation
+    key = "shared", *map(open_signature, rows), are_even, implementation
     in_triton = _FORMS.find(key)
     if in_triton is None:
         require_tensor("mixed_TD", mixed_TD, [None, None], _DTYPES)
-        for name, tensor in (("mixed_TD", mixed_TD), ("shared_TD", shared_TD), ("x_TD", x_TD)):
-            require_tensor(name, tensor, mixed_TD.shape, [mixed_TD.dtype], mixed_TD.device)
-            require_rows(name, tensor)
-        if gate_1D is not None:
-            require_tensor("gate_1D", gate_1D, [1, mixed_TD.shape[1]], [mixed_TD.dtype], mixed_TD.device)
-            require(gate_1D.is_contiguous(), "gate_1D", "is not contiguous")
+        require_rows("mixed_TD", mixed_TD)
+        require_tensor("shared_TD", shared_TD, mixed_TD.shape, [mixed_TD.dtype], mixed_TD.device)
+        require_rows("shared_TD", shared_TD)
+        if gate_T1 is not None:
+            require_tensor("gate_T1", gate_T1, [len(mixed_TD), 1], [mixed_TD.dtype], mixed_TD.device)
         in_triton = _FORMS.keep(key, uses_triton(mixed_TD.device, implementation))
     if not in_triton:
-        logit_T1 = None if gate_1D is None else functional.linear(x_TD, gate_1D)
-        return add_shared_reference(mixed_TD, shared_TD, logit_T1)
-    return sigmoid_gate_triton.launch_shared(mixed_TD, shared_TD, x_TD, gate_1D)
+        return add_shared_reference(mixed_TD, shared_TD, gate_T1)
+    return sigmoid_gate_triton.launch_shared(mixed_TD, shared_TD, gate_T1)

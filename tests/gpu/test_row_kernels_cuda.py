@@ -1,5 +1,8 @@
 """On a GPU: norms, gates, writes to the pool, copies and padding, eager and in graphs, against their references."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from baton.kernels.fused_copy import fused_copy
 from baton.kernels.gemm.quantize_fp8 import quantize_fp8
 from baton.kernels.implementation import Implementation
 from baton.kernels.mla.norm_rope_write import latent_norm_rope_write
+from baton.kernels.moe.summands import Summands, add_up
 from baton.kernels.pointwise import qk_norm_rope_write_triton, rms_norm_triton, silu_mul_triton
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.pointwise.rms_norm import rms_norm_fused
@@ -299,14 +303,41 @@ def test_chains_of_dependent_launches_read_what_was_written():
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(("hidden", "num_chosen"), [(2048, 9), (2048, 8), (2048, 12), (5120, 8), (7168, 9), (192, 3)])
+def test_a_norm_that_adds_up_what_experts_made(hidden, num_chosen, num_rows):
+    """To the bits of one launch after the other, also in a graph."""
+    generator = torch.Generator("cuda").manual_seed(num_rows)
+    expert_TK = torch.randint(-1, 257, (num_rows, num_chosen), generator=generator, device="cuda")
+    part_ND = values(num_rows * num_chosen, hidden)
+    part_ND[((expert_TK < 0) | (expert_TK >= 256)).flatten()] = float("nan")
+    alone = Summands(part_ND, expert_TK, 256)
+    shared = replace(alone, shared_TD=values(num_rows, hidden))
+    gated = replace(shared, gate_T1=values(num_rows, 264)[:, 256:257])
+    x_TD, weight_D = values(num_rows, hidden), values(hidden)
+    forms = [{}, {"plus_one": True}]
+    if hidden % 128 == 0:
+        forms.append({"num_padded": num_rows + 3, "keep": True})
+    for made, form in itertools.product((alone, shared, gated), forms):
+
+        def normed(residual_TD, form=form):
+            found = rms_norm_fused(x_TD, weight_D, EPS, residual_TD=residual_TD, **form)
+            tensors = found.rows, found.sum_TD, found.scale_GR, found.kept_TD
+            return tuple(tensor for tensor in tensors if tensor is not None)
+
+        wanted = normed(add_up(made))
+        assert not wanted[1].isnan().any()
+        assert_same(normed(made), wanted)
+        assert_same(replayed(lambda made=made, normed=normed: normed(made)), wanted)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
 def test_sigmoid_gates(num_rows):
-    mixed_TD, shared_TD, x_TD = values(num_rows, 3 * 2048).split(2048, dim=1)
-    gate_1D = values(1, 2048) / 16
-    for gate in (gate_1D, None):
-        wanted = add_shared(mixed_TD, shared_TD, x_TD, gate, implementation=REFERENCE)
-        found = add_shared(mixed_TD, shared_TD, x_TD, gate)
+    mixed_TD, shared_TD = values(num_rows, 2 * 2048).split(2048, dim=1)
+    for gate in (values(num_rows, 264)[:, 256:257], None):
+        wanted = add_shared(mixed_TD, shared_TD, gate, implementation=REFERENCE)
+        found = add_shared(mixed_TD, shared_TD, gate)
         assert_close(found, wanted)
-        assert_same(replayed(lambda gate=gate: (add_shared(mixed_TD, shared_TD, x_TD, gate),)), (found,))
+        assert_same(replayed(lambda gate=gate: (add_shared(mixed_TD, shared_TD, gate),)), (found,))
     gate_TAE, mixed_TQ = values(num_rows, 16, 2, 256)[:, :, 1], values(num_rows, 16 * 256)
     wanted = gate_output(mixed_TQ, gate_TAE, implementation=REFERENCE)
     assert_close(gate_output(mixed_TQ, gate_TAE), wanted)

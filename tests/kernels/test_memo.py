@@ -108,8 +108,8 @@ def gated():
 
 
 def shared():
-    right = {"mixed_TD": tensor(3, 64), "shared_TD": tensor(3, 64), "x_TD": tensor(3, 64), "gate_1D": tensor(1, 64)}
-    return add_shared, right, {"gate_1D": [tensor(2, 64)]}
+    right = {"mixed_TD": tensor(3, 64), "shared_TD": tensor(3, 64), "gate_T1": tensor(3, 1)}
+    return add_shared, right, {"gate_T1": [tensor(2, 1), tensor(3, 2)]}
 
 
 def latents():

@@ -175,9 +175,11 @@ def test_nothing_is_written_beyond_the_rows():
     guards = Guards()
     x_TD, weight_D = guards.copy(values(3, 192)), guards.copy(values(192, seed=1))
     out_TD, scale, kept = guards.empty(3, 192), guards.empty(1), guards.empty(1)
+    no_parts = weight_D, weight_D, weight_D, 0
+    plain = {"RESIDUAL": False, "CHOSEN": 0, "NUM_EXPERTS": 0, "GATED": False}
     rms_norm_triton._norm_kernel[(1,)](
-        x_TD, 192, weight_D, x_TD, 0, out_TD, out_TD, scale, kept, 3, 3, EPS, D=192, R=4, N=2, C=128,
-        RESIDUAL=False, PLUS_ONE=False, QUANTIZE=False, UE8M0=False, KEEP=False, EARLY=False,
+        x_TD, 192, weight_D, x_TD, 0, out_TD, out_TD, scale, kept, 3, 3, EPS, *no_parts, D=192, R=4, N=2, C=128,
+        **plain, PLUS_ONE=False, QUANTIZE=False, UE8M0=False, KEEP=False, EARLY=False,
     )  # fmt: skip
     guards.check()
     assert_close(out_TD, rms_norm(x_TD, weight_D, EPS))
@@ -186,8 +188,8 @@ def test_nothing_is_written_beyond_the_rows():
     quantized_RD, scale_GR = guards.empty(5, 256, dtype=torch.float8_e4m3fn), guards.empty(2, 5, dtype=torch.float32)
     x_TD, weight_D, kept_TD = guards.copy(values(3, 256)), guards.copy(values(256, seed=1)), guards.empty(3, 256)
     rms_norm_triton._norm_kernel[(2,)](
-        x_TD, 256, weight_D, x_TD, 0, quantized_RD, out_TD, scale_GR, kept_TD, 3, 5, EPS, D=256, R=4, N=2, C=128,
-        RESIDUAL=False, PLUS_ONE=False, QUANTIZE=True, UE8M0=False, KEEP=True, EARLY=False,
+        x_TD, 256, weight_D, x_TD, 0, quantized_RD, out_TD, scale_GR, kept_TD, 3, 5, EPS, *no_parts, D=256, R=4,
+        N=2, C=128, **plain, PLUS_ONE=False, QUANTIZE=True, UE8M0=False, KEEP=True, EARLY=False,
     )  # fmt: skip
     guards.check()
     assert not scale_GR.isnan().any()

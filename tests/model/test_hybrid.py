@@ -280,7 +280,7 @@ def test_gemms_that_read_the_same_rows_are_one_and_no_weight_is_there_twice(tmp_
         net, mlp = layer.attention, layer.mlp
         for both, parts in (
             (net.both_XD, (net.mixed_XD, net.gates_XD)),
-            (mlp.both_ND, (mlp.shared.mlp.gate_up_JD, mlp.router_ED)),
+            (mlp.both_ND, (mlp.shared.mlp.gate_up_JD, mlp.router_XD)),
         ):
             assert torch.equal(torch.cat(parts), both)
             assert {part.untyped_storage().data_ptr() for part in parts} == {both.untyped_storage().data_ptr()}

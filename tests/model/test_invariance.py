@@ -162,10 +162,15 @@ def test_the_self_test_knows_every_gemm_of_a_model(name, tiny_checkpoint, load, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_weight_of_a_shared_expert_does_not_know_the_rows_beside_it(dtype, tiny_checkpoint, load):
     model = load(tiny_checkpoint(kind="qwen2_moe"), dtype, Numerics.INVARIANT)
-    shared = model._decoder.layers[0].mlp.shared
+    mlp = model._decoder.layers[0].mlp
     generator = torch.Generator().manual_seed(2)
     x_TD, mixed_TD = (torch.randn(300, 32, generator=generator).to(dtype) for _ in range(2))
+
+    def added(cut):
+        gate_T1 = model.ops.linear(x_TD[cut], mlp.router_XD)[:, len(mlp.router_ED) :][:, :1]
+        return mlp.shared.add_to(mixed_TD[cut], x_TD[cut], gate_T1)
+
     with torch.inference_mode():
-        whole_TD = shared.add_to(mixed_TD, x_TD)
+        whole_TD = added(slice(None))
         for row in range(300):
-            assert torch.equal(shared.add_to(mixed_TD[row : row + 1], x_TD[row : row + 1])[0], whole_TD[row]), row
+            assert torch.equal(added(slice(row, row + 1))[0], whole_TD[row]), row

@@ -16,11 +16,12 @@ pytestmark = pytest.mark.fast
 MIXED = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
 DRAWN = {
     "all alike": ({"kind": "llama", "layers": 4, "with_mtp": False}, [0]),
-    "some dense": ({"layers": 5, "overrides": {"decoder_sparse_step": 2}}, [0, 1]),
+    "some dense": ({"layers": 5, "overrides": {"decoder_sparse_step": 2}}, [0, 1, 4]),
     "hybrid": ({"kind": "qwen3_5", "layers": 4, "overrides": MIXED}, [0, 2]),
 }
 
 
+DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 4}
 FLOAT8 = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
 
 
@@ -67,11 +68,15 @@ def test_layers_that_a_drafter_reads_are_computed(tmp_path, monkeypatch):
 
 
 def test_the_first_layer_of_a_float8_model_stands_for_no_other(tmp_path):
-    """Its norm adds nothing, and with experts alone no other norm both adds and quantizes."""
+    """Its norm adds nothing, and with experts alone no other norm both adds and quantizes; nor does one that keeps."""
     path = write_checkpoint(tmp_path / "model", layers=4, overrides=FLOAT8)
     model = load(path, dtype=torch.bfloat16, with_mtp=False, quantization=Quantization.FP8)
     with model.one_of_each_layer():
         assert sorted(model._decoder._skipped_layers) == [2, 3]
+    sizes = MIXED | FLOAT8 | DELTA | {"intermediate_size": 128}
+    path = write_checkpoint(tmp_path / "hybrid", kind="qwen3_5", layers=4, with_mtp=False, overrides=sizes)
+    model = load(path, dtype=torch.bfloat16, with_mtp=False, quantization=Quantization.FP8)
+    assert model.alike_layers() == {3}
 
 
 class OtherNorm(RMSNorm):
@@ -126,3 +131,17 @@ def test_ranks_skip_the_same_layers_though_their_weights_differ(tmp_path):
             return sorted(model._decoder._skipped_layers)
 
     assert on_ranks(2, skipped) == [[1, 3], [1, 3]]
+
+
+def test_a_float8_norm_that_adds_what_experts_made_is_of_another_kind(tmp_path, monkeypatch):
+    """Than one that adds a dense MLP's rows; layers that are computed add what those before them made."""
+    sizes = FLOAT8 | {"intermediate_size": 128}
+    for dense, layers, skipped in (([0], 5, [3, 4]), ([0, 1, 4], 5, []), ([0, 3], 6, [])):
+        overrides = sizes | {"mlp_only_layers": dense}
+        path = write_checkpoint(tmp_path / f"{dense}", layers=layers, overrides=overrides)
+        model = load(path, dtype=torch.bfloat16, with_mtp=False, quantization=Quantization.FP8)
+        with model.one_of_each_layer():
+            assert sorted(model._decoder._skipped_layers) == skipped
+        if dense == [0]:  # a layer that a drafter reads has its rows added up
+            monkeypatch.setattr(model._decoder, "_aux_layers", [2])
+            assert model.alike_layers() == {4}
