@@ -24,6 +24,8 @@ from baton.kernels.pointwise.sigmoid_gate import add_shared
 MAX_TOKENS = 512  # of a step whose parts wait for the next norm
 _MAX_CHOSEN = 12  # of a norm, which holds all parts of a row in registers
 _MAX_LEN = 9 * 8192  # the same, in values
+_LONG = 4096  # columns beyond which few rows are quicker added up by launches, which cut rows; measured on an H200
+_MANY = 64
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
@@ -75,6 +77,8 @@ class Summands:
 
 def waits(num_tokens: int, num_chosen: int, hidden: int) -> bool:
     """Whether the parts of a step are left to the next norm."""
+    if hidden > _LONG and num_tokens < _MANY:
+        return False
     return num_tokens <= MAX_TOKENS and num_chosen <= _MAX_CHOSEN and num_chosen * hidden <= _MAX_LEN
 
 
