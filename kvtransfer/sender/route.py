@@ -286,12 +286,12 @@ class PushRoutes:
 
     def ask_for_lost(self, now_s: float) -> Actions:
         """Ask what has arrived, because a two-sided connection broke and its queue was lost."""
-        addresses = {route.address for route in self._routes.values() if route.data_path == RAW}
+        addresses = {route.address for route in self._all() if route.data_path == RAW}
         return [action for address in addresses for action in self._protocol.data_path_lost(address, now_s)]
 
     def renew(self) -> None:
         """Extend the times until which writers may enter."""
-        for route in self._routes.values():
+        for route in self._all():
             if route.is_held and not route.fence.is_shut:
                 route.fence.open_until(self._protocol.write_deadline_s(route.attempt))
         self._chooser.sweep()
@@ -314,4 +314,7 @@ class PushRoutes:
         return self._protocol.unhold(route.attempt)
 
     def _to(self, address: str) -> Iterator[Route]:
-        return (route for route in tuple(self._routes.values()) if route.address == address)
+        return (route for route in self._all() if route.address == address)
+
+    def _all(self) -> tuple[Route, ...]:
+        return tuple(self._routes.values())  # a copy: the worker's thread may add routes meanwhile
