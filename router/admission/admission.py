@@ -49,8 +49,10 @@ class RequestWork:
     Attributes:
         tenant: the request's tenant.
         num_tokens: prompt tokens to be computed.
-        num_positions: positions of KV that it may come to hold.
+        num_positions: positions of KV that it may come to hold, or those that its answers' places among the workers'
+            sequences stand for, if these are more.
         num_bytes: router memory that it takes while it is in the queue or running.
+        num_answer_tokens: tokens that its answers are likely to have; 0 if nothing is known of answers.
         deadline_s: when its first token is due.
         priority: LOW, NORMAL or HIGH.
     """
@@ -61,6 +63,15 @@ class RequestWork:
     deadline_s: float
     priority: int = NORMAL
     num_bytes: int = 0
+    num_answer_tokens: int = 0
+
+    @property
+    def cost(self) -> int:
+        """Tokens that its tenant's turn is charged with.
+
+        Those of answers count: short prompts, or cached ones, would otherwise have all turns.
+        """
+        return self.num_tokens + self.num_answer_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ the rest of the answer fits the deadline; otherwise an accepted request would be
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from baton.core.clock import Clock
@@ -19,7 +19,7 @@ from baton.core.requests.request import GenerationRequest
 from baton.router.admission.admission import Capacity, RequestWork
 from baton.router.admission.deficit_round_robin import Ticket
 from baton.router.admission.fair_queue import FairQueue, QueueLimits
-from baton.router.placement.members import DECODE, PREFILL, Members
+from baton.router.placement.members import DECODE, PREFILL, Member, Members
 
 WEIGHT: Final = 0.05  # minimum weight of the newest measurement
 HALF_LIFE_S: Final = 5.0
@@ -76,6 +76,8 @@ TOKEN_BYTES: Final = 40  # memory of a prompt token: an int, a reference to it, 
 SPARE: Final = 2.0  # until an answer exceeds this multiple of the mean length, its KV is counted
 # Multiple of all KV that may be promised. Decode workers know best what fits, and preempt; this only stops floods.
 OVERCOMMIT: Final = 2.0
+# Multiple of all sequences that decode workers may run: those beyond them wait at the workers, in order of arrival.
+SPARE_SEQS: Final = 1.25
 
 
 class AdmissionTicket:
@@ -145,6 +147,7 @@ class AdmissionQueue:
         self.slack = Estimate()  # seconds by which first tokens come later than the workers' rates predict
         self.pace = Estimate()  # seconds from one token of an answer to the next
         self._margin_s = limits.margin_s
+        self._num_ahead = limits.ahead
         self.clock = clock
         self._members = members
         self._cached_len = cached_len
@@ -250,10 +253,11 @@ class AdmissionQueue:
         work = RequestWork(
             tenant=request.tenant,
             num_tokens=num_answers * (request.prompt_len - self._cached_len(request)),
-            num_positions=num_answers * (request.prompt_len + answer_len),
+            num_positions=num_answers * max(request.prompt_len + answer_len, self._positions_per_answer()),
             deadline_s=request.deadline_s,
             priority=request.priority,
             num_bytes=num_answers * REQUEST_BYTES + request.prompt_len * TOKEN_BYTES,
+            num_answer_tokens=num_answers * min(max_tokens, math.ceil(usual_len)),
         )
         rest_s = self.slack.high(now_s) + self.pace.high(now_s) * (answer_len - 1) if usual_len else 0.0
         # A request that would be late even if it were alone is not refused for it.
@@ -261,9 +265,23 @@ class AdmissionQueue:
         latest_s = min(request.deadline_s, max(request.deadline_s - rest_s, now_s + alone_s))
         return dataclasses.replace(work, deadline_s=latest_s)
 
+    def _positions_per_answer(self) -> int:
+        """KV that an answer counts for at least: its part of all, if as many answers run as workers have sequences for.
+
+        So many short answers wait here, too, once the workers run no more sequences however much KV is free.
+        """
+        num_seqs = sum(member.state.max_num_seqs for member in self._members.live(DECODE))
+        if not num_seqs:
+            return 0  # not reported
+        num_answers = math.ceil(SPARE_SEQS * num_seqs) + self._num_ahead * len(self._prefill())
+        return self.queue.capacity.num_positions // num_answers
+
+    def _prefill(self) -> Sequence[Member]:
+        """Workers that compute prompts: decode workers if there are no others."""
+        return self._members.live(self._prefill_role) or self._members.live(DECODE)
+
     def _capacity(self) -> Capacity:
-        decode = self._members.live(DECODE)
-        prefill = self._members.live(self._prefill_role) or decode  # decode workers compute prompts, or none does
+        decode, prefill = self._members.live(DECODE), self._prefill()
         rates = [member.state.inventory.full_prefill_tokens_per_s for member in prefill]
         measured = [rate for rate in rates if rate > 0]
         mean = sum(measured) / len(measured) if measured else 0.0

@@ -126,7 +126,7 @@ class _Turns(_Flow):
 
     def _lacks(self, key: Hashable) -> float:
         """Tokens by which a flow's next request exceeds the flow's deficit."""
-        return self._flows[key].next().work.num_tokens - self._deficits[key]
+        return self._flows[key].next().work.cost - self._deficits[key]
 
     def _skip_rounds(self) -> None:
         """Credit all flows at once with the rounds in which none would be served."""
@@ -161,7 +161,7 @@ class DeficitRoundRobin:
 
     def take(self, ticket: Ticket) -> None:
         """Remove a ticket, and charge its tokens to its tenant and band."""
-        self._flows[ticket.work.priority].remove(ticket, ticket.work.num_tokens)
+        self._flows[ticket.work.priority].remove(ticket, ticket.work.cost)
 
     def drop(self, ticket: Ticket) -> None:
         """Remove a ticket that will not be served."""

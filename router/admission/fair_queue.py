@@ -104,7 +104,7 @@ class FairQueue:
         self._order: dict[Ticket, tuple[float, int, Ticket]] = {}
         self._num_offered = 0
         self._ahead: dict[Ticket, float] = {}  # granted, without a first token; until when each counts
-        self._num_ahead_tokens = self._num_ahead_positions = 0  # sums over `_ahead`
+        self._num_ahead_tokens = 0  # sum over `_ahead`
         self._running: dict[Ticket, None] = {}  # granted
         self._num_positions = 0  # sum over `_running`
         self._num_bytes = 0  # memory of all requests
@@ -291,19 +291,15 @@ class FairQueue:
         return prefill_s + self._capacity.kv_s(num_positions)
 
     def _prefill_s(self) -> float:
-        capacity = self._capacity
-        prefill_s = self._num_ahead_tokens / capacity.tokens_per_s if capacity.tokens_per_s else 0.0
-        return max(prefill_s, capacity.kv_s(self._num_ahead_positions))
+        return self._num_ahead_tokens / self._capacity.tokens_per_s if self._capacity.tokens_per_s else 0.0
 
     def _count_ahead(self, ticket: Ticket, until_s: float) -> None:
         self._ahead[ticket] = until_s
         self._num_ahead_tokens += ticket.work.num_tokens
-        self._num_ahead_positions += ticket.work.num_positions
 
     def _discount_ahead(self, ticket: Ticket) -> None:
         if self._ahead.pop(ticket, None) is not None:
             self._num_ahead_tokens -= ticket.work.num_tokens
-            self._num_ahead_positions -= ticket.work.num_positions
 
     def _queue_s(self) -> float:
         return sum(self._capacity.share_s(item[2].work) for item in self._waiting)

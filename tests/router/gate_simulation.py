@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from baton.core.errors import Overloaded
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
+from baton.router.admission.admission import NORMAL
 from baton.router.admission.admission_queue import AdmissionQueue, AdmissionTicket
 from baton.router.admission.fair_queue import QueueLimits
 from baton.router.placement.members import DECODE, PREFILL
@@ -31,12 +32,14 @@ class Fleet:
         numbers: of workers by role.
         reported: tokens per second that each prefill worker says it computes; 0: it says nothing.
         num_positions: of KV at each decode worker.
+        num_seqs: that each decode worker runs; 0: it says nothing.
     """
 
-    def __init__(self, numbers, reported, num_positions):
+    def __init__(self, numbers, reported, num_positions, num_seqs=0):
         def member():
             inventory = SimpleNamespace(full_prefill_tokens_per_s=reported)
-            return SimpleNamespace(state=SimpleNamespace(inventory=inventory), capacity_len=num_positions)
+            state = SimpleNamespace(inventory=inventory, max_num_seqs=num_seqs)
+            return SimpleNamespace(state=state, capacity_len=num_positions)
 
         self.members = {role: [member() for _ in range(number)] for role, number in numbers.items()}
 
@@ -65,12 +68,15 @@ class GateSimulation:
     """Requests against a gate; prompts are computed at `rate` by each of the prefill workers, one after the other."""
 
     def __init__(self, *, seed=0, num_prefill=1, num_decode=1, rate=10_000.0, reported=None, num_positions=1 << 20,
-                 token_s=0.01, **limits):  # fmt: skip
+                 num_seqs=0, token_s=0.01, **limits):  # fmt: skip
         self.rng = random.Random(seed)
         self.rate, self.token_s = rate, token_s
         self.clock = Clock()
         self.fleet = Fleet(
-            {PREFILL: num_prefill, DECODE: num_decode}, rate if reported is None else reported, num_positions
+            {PREFILL: num_prefill, DECODE: num_decode},
+            rate if reported is None else reported,
+            num_positions,
+            num_seqs,
         )
         self.admission_queue = AdmissionQueue(QueueLimits(**limits), self.fleet, self.clock, lambda request: 0)
         self.free_s = [0.0] * num_prefill
@@ -82,7 +88,7 @@ class GateSimulation:
     def at(self, time_s, what, *arguments):
         heapq.heappush(self._events, (time_s, next(self._ties), what, arguments))
 
-    def offer(self, prompt_len, max_tokens=16, timeout_s=600.0, tenant="", then=None):
+    def offer(self, prompt_len, max_tokens=16, timeout_s=600.0, tenant="", then=None, priority=NORMAL):
         """Returns whether it was accepted; `then` is called when it has ended, however."""
         now_s = self.clock.now_s()
         request = GenerationRequest(
@@ -92,6 +98,7 @@ class GateSimulation:
             deadline_s=now_s + timeout_s,
             num_draft_tokens=0,
             tenant=tenant,
+            priority=priority,
         )
         admission_queue = self.admission_queue
         try:
