@@ -71,6 +71,7 @@ class TlsWatch:
         files: the files; a certificate and a key go together.
         check_s: minimum interval between checks of the files.
         now_s: clock for that interval.
+        now_unix_s: clock of the certificates.
         on_reload: called after each detected change with whether it was accepted.
 
     Raises:
@@ -83,6 +84,7 @@ class TlsWatch:
         *,
         check_s: float = CHECK_S,
         now_s: Callable[[], float] = time.monotonic,
+        now_unix_s: Callable[[], float] = time.time,
         on_reload: Callable[[bool], None] = lambda taken: None,
     ) -> None:
         self.files = files
@@ -91,6 +93,7 @@ class TlsWatch:
         self.num_refused = 0
         self._check_s = check_s
         self._now_s = now_s
+        self._now_unix_s = now_unix_s
         self._lock = threading.Lock()
         self._signature = _signature(files)
         self._material = read_tls(files, version=1)
@@ -114,6 +117,7 @@ class TlsWatch:
         names = ", ".join(self.files.paths)
         try:
             material = read_tls(self.files, version=self._material.version + 1)
+            self._require_unexpired()
         except ConfigInvalid as error:
             self._signature = signature  # logged once for each state of the files
             self.num_refused += 1
@@ -125,6 +129,25 @@ class TlsWatch:
         self.num_reloads += 1
         log.info("certificates read again: %s", names)
         return True
+
+    def _require_unexpired(self) -> None:
+        """Refuse a change to a certificate that no peer would accept any more."""
+        path = self.files.cert_file
+        if path and end_of_certificate_s(path) <= self._now_unix_s():
+            raise ConfigInvalid(f"tls_cert_file {path}: the certificate has expired", keys=["tls_cert_file"])
+
+
+def end_of_certificate_s(path: str) -> float:
+    """Unix time at which the first certificate of a PEM file expires.
+
+    Raises:
+        ConfigInvalid: the file holds no certificate.
+    """
+    try:
+        decoded: dict[str, str] = ssl._ssl._test_decode_cert(path)  # type: ignore[attr-defined]
+        return ssl.cert_time_to_seconds(decoded["notAfter"])
+    except (OSError, KeyError, ValueError) as error:  # includes SSLError
+        raise ConfigInvalid(f"{path} holds no certificate: {error}", keys=["tls_cert_file"]) from error
 
 
 def read_tls(files: TlsFiles, version: int = 1) -> TlsMaterial:

@@ -9,12 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from baton.cluster.access import current_access
 from baton.cluster.doctor.wires import PairPath, wires
 from baton.core.errors import ConfigInvalid, PreconditionUnmet, StepFailed
-from baton.core.tls_files import TlsFiles, read_tls
+from baton.core.tls_files import TlsFiles, end_of_certificate_s, read_tls
 from baton.proto import admin_pb2
 from baton.runbook.common import workers
 from baton.runbook.common.canary import CanaryRuns
@@ -69,10 +68,9 @@ def days_left(cert_file: str) -> float:
         PreconditionUnmet: it cannot be read.
     """
     try:
-        decoded: dict[str, Any] = ssl._ssl._test_decode_cert(cert_file)  # type: ignore[attr-defined]
-        return (ssl.cert_time_to_seconds(decoded["notAfter"]) - time.time()) / DAY_S
-    except (OSError, KeyError, ValueError) as error:
-        raise PreconditionUnmet(f"{cert_file}: {error}") from error
+        return (end_of_certificate_s(cert_file) - time.time()) / DAY_S
+    except ConfigInvalid as error:
+        raise PreconditionUnmet(error.message) from error
 
 
 def is_trusted(cert_file: str, key_file: str, ca_file: str, names: list[str]) -> None:

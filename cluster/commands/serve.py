@@ -95,23 +95,32 @@ def _curl(deployment: Deployment, name: str) -> str:
     flags = ' -H "Authorization: Bearer $BATON_API_KEY"' if config.api_keys_file else ""
     flags += f" --cacert {config.tls_ca_file}" if config.tls.is_on and config.tls_ca_file else ""
     if config.tls.is_on and _client_ca_file(config):
-        flags += f" --cert {config.tls_cert_file} --key {config.tls_key_file}"
+        cert_file, key_file = _client_pair(config)
+        flags += f" --cert {cert_file} --key {key_file}"
     body = shlex.quote(json.dumps({"model": name, "prompt": "def main():", "max_tokens": 32}))
     url = f"{deployment.http_url}/v1/completions"
     return f"try: curl {url}{flags} -H 'Content-Type: application/json' -d {body}\n"
 
 
 def _access_flags(config: ServeConfig) -> str:
-    """Flags that `baton generate` needs for access, with this host's certificate if clients need one."""
+    """Flags that `baton generate` needs for access."""
     flags = f" --tls-ca-file {config.tls_ca_file}" if config.tls.is_on and config.tls_ca_file else ""
     if config.tls.is_on and _client_ca_file(config):
-        flags += f" --tls-cert-file {config.tls_cert_file} --tls-key-file {config.tls_key_file}"
+        cert_file, key_file = _client_pair(config)
+        flags += f" --tls-cert-file {cert_file} --tls-key-file {key_file}"
     return flags + " --api-key-file KEY_FILE" * bool(config.api_keys_file)
 
 
 def _client_ca_file(config: ServeConfig) -> str | None:
     """CA file for the certificates that clients must show, if any."""
     return config.tls_ca_file if config.admin_port is None else config.tls_client_ca_file
+
+
+def _client_pair(config: ServeConfig) -> tuple[str | None, str | None]:
+    """Files of a certificate for a client: this host's, if clients' certificates are of the same CA; else names."""
+    if _client_ca_file(config) == config.tls_ca_file:
+        return config.tls_cert_file, config.tls_key_file
+    return "CLIENT_CERT_FILE", "CLIENT_KEY_FILE"
 
 
 def _who_gets_in(deployment: Deployment) -> str:

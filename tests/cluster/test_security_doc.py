@@ -138,8 +138,12 @@ def test_what_serve_says_to_try_gets_in(capsys):
     assert {"--tls-ca-file", "ca.pem", "--api-key-file"} <= keys["baton"]
     assert {"--cacert", "ca.pem"} <= keys["curl"]
     assert not keys["baton"] & {"--tls-cert-file"} and not keys["curl"] & {"--cert"}
-    for asked in ({}, {"admin_port": 50052, "tls_client_ca_file": "clients.pem"}):  # clients show certificates
+    for asked in ({}, {"admin_port": 50052, "tls_client_ca_file": "ca.pem"}):  # clients show certificates
         shown = announced(capsys, **TLS, **asked)
         assert {"--tls-cert-file", "host.pem", "--tls-key-file", "host.key", "--tls-ca-file"} <= shown["baton"]
         assert {"--cert", "host.pem", "--key", "host.key"} <= shown["curl"]
+    shown = announced(capsys, **TLS, admin_port=50052, tls_client_ca_file="clients.pem")  # another CA
+    assert {"--tls-cert-file", "CLIENT_CERT_FILE", "--tls-key-file", "CLIENT_KEY_FILE"} <= shown["baton"]
+    assert {"--cert", "CLIENT_CERT_FILE", "--key", "CLIENT_KEY_FILE"} <= shown["curl"]
+    assert not {"host.pem", "host.key"} & (shown["baton"] | shown["curl"])
     assert {word for word in keys["baton"] | shown["baton"] if word.startswith("--")} <= set(flags_of("generate"))

@@ -4,12 +4,13 @@ import os
 import socket
 import ssl
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from baton.core.errors import ConfigInvalid
-from baton.core.tls_files import TlsFiles, TlsWatch, read_tls, server_context
+from baton.core.tls_files import TlsFiles, TlsWatch, end_of_certificate_s, read_tls, server_context
 from baton.tests.router.certificates import Authority, replace
 
 pytestmark = pytest.mark.fast
@@ -52,6 +53,29 @@ def test_changes_are_taken_once_and_only_whole(authority, caplog):
     clock.now += 1.0
     assert watch.current().version == 3 and told[-1] is False
     assert (watch.num_reloads, watch.num_refused) == (2, 2)
+
+
+def test_a_change_to_a_certificate_that_has_expired_is_not_taken(authority, caplog):
+    clock, told = Clock(), []
+    watch = TlsWatch(authority.files("a"), now_s=clock, check_s=1.0, on_reload=told.append)
+    first = watch.current()
+    authority.issue("a", days=-1)
+    for _ in range(2):
+        clock.now += 1.0
+        assert watch.current() is first
+    assert told == [False] and caplog.text.count("the certificate has expired") == 1
+    authority.issue("a", days=1)
+    clock.now += 1.0
+    assert watch.current().version == 2 and told == [False, True]
+
+
+def test_a_certificate_ends_when_its_authority_says(authority):
+    week_s = 7 * 86_400
+    assert end_of_certificate_s(authority.issue("a", days=7).cert_file) == pytest.approx(time.time() + week_s, abs=60)
+    none = str(authority.folder / "none")
+    replace(none, b"")
+    with pytest.raises(ConfigInvalid, match="holds no certificate"):
+        end_of_certificate_s(none)
 
 
 @pytest.mark.parametrize(
