@@ -196,7 +196,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 INCOMING.set(from_metadata(context.invocation_metadata()))
             async with self.open([request], context.time_remaining()) as answers:
                 async for chunk in answers.only():
-                    await context.write(chunk)
+                    await _write(context, chunk)
         except BatonError as error:  # `open` has counted the failure
             wire.end_with(context, error)
         except Exception as error:  # noqa: BLE001  the call's boundary: raised outside `open`, which did not count it
@@ -328,8 +328,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._check_size(asked)
         hold = CURRENT.get()
         priority = _priority(asked)
-        if hold is not None:
+        if hold is not None and asked.HasField("priority"):
             hold.check_priority(priority)
+        elif hold is not None:
+            priority = min(priority, hold.quota.max_priority)
         limits = self._limits()
         num_draft_tokens = _num_draft_tokens(asked, limits)
         prompt_token_ids = await self._prompt(asked, limits)  # the expensive step, so last of the checks
@@ -506,6 +508,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             decode_capacity_len=min(member.capacity_len for member in decode),
             max_prompt_len=self._max_prompt_len,
         )
+
+
+async def _write(context: Context, chunk: inference_pb2.GenerateChunk) -> None:
+    """Write a chunk; cancel the call if its connection is gone, as gRPC does once it notices."""
+    try:
+        await context.write(chunk)
+    except grpc.aio.InternalError:
+        call = asyncio.current_task()
+        assert call is not None
+        call.cancel()
+        await asyncio.sleep(0)  # raises the cancel
 
 
 def _prompt_room(checked: CheckedSampling, limits: RequestLimits, positions: int) -> int:

@@ -16,7 +16,7 @@ from baton.core.requests.answer_structure import MAX_GRAMMAR_BYTES
 from baton.core.requests.sampling import MAX_STOP_STRING_LEN, SCALAR_FIELDS
 from baton.proto import inference_pb2
 from baton.router.access.message_limits import MAX_TENANT_LEN
-from baton.router.admission.admission import HIGH, LOW, NORMAL
+from baton.router.admission.admission import HIGH, LOW
 from baton.router.openai.limits import (
     MAX_UNKNOWN,
     AllowedTokenIds,
@@ -183,12 +183,12 @@ class CommonOptions(Wire):
         return 1 if self.n is None else self.n
 
     @property
-    def turn(self) -> int:
-        """`GenerateRequest.priority`: low, normal or high, higher served first.
+    def turn(self) -> int | None:
+        """`GenerateRequest.priority`: low or high, or none for the usual one; higher served first.
 
-        vLLM accepts any number and serves lower ones first.
+        vLLM accepts any number and serves lower ones first; 0 is its default.
         """
-        return NORMAL if not self.priority else HIGH if self.priority < 0 else LOW
+        return None if not self.priority else HIGH if self.priority < 0 else LOW
 
     @property
     def include_usage(self) -> bool:

@@ -429,3 +429,37 @@ async def test_log_probabilities_reach_the_client_and_must_be_complete():
         running.script.logprobs = None
         with pytest.raises(ProtocolError):
             await chunks_of(running, sampling=sampling)
+
+
+class GoneContext:
+    """A call whose connection breaks at a write, before gRPC cancels it."""
+
+    def __init__(self):
+        self.num_writes = 0
+
+    def invocation_metadata(self):
+        return ()
+
+    def time_remaining(self):
+        return None
+
+    async def write(self, chunk):
+        self.num_writes += 1
+        raise grpc.aio.InternalError("Failed execute_batch")
+
+
+@pytest.mark.fast
+async def test_a_connection_that_breaks_at_a_write_is_a_cancel_and_no_defect():
+    async with cluster() as running:
+        context = GoneContext()
+        request = inference_pb2.GenerateRequest(text="hi", sampling=wire.sampling_to_proto(GREEDY))
+        call = asyncio.create_task(running.router.inference.Generate(request, context))
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert context.num_writes == 1
+        await running.idle()
+        sample = running.router.metrics.registry.get_sample_value
+        failed = [
+            sample("baton_requests_failed_total", {"error": error}) for error in ("RequestCancelled", "InternalError")
+        ]
+        assert failed == [1, None]

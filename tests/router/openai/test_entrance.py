@@ -183,6 +183,7 @@ async def test_metrics_are_the_operators_where_clients_need_keys(inside, keys, t
 async def test_a_quota_counts_answers_tokens_and_priority_not_calls(inside, keys):
     plain = keys.add("ada", "acme")
     high = keys.add("bob", "bolts", max_priority="high", max_queued_tokens=20)
+    low = keys.add("eve", "evens", max_priority="low")
     async with guarded(inside, keys, max_streams_per_tenant=8) as (running, client):
 
         async def ask(key, **more):
@@ -198,6 +199,10 @@ async def test_a_quota_counts_answers_tokens_and_priority_not_calls(inside, keys
         assert (await ask(plain, extra_body={"priority": 1})).choices
         with pytest.raises(openai.PermissionDeniedError, match="priority"):
             await ask(plain, extra_body={"priority": -1})
+        for more in ({}, {"priority": 0}, {"priority": 1}):
+            assert (await ask(low, extra_body=more)).choices, "without a priority it is served with the one it may have"
+        with pytest.raises(openai.PermissionDeniedError, match="priority"):
+            await ask(low, extra_body={"priority": -1})
         for prompt in ("a" * 21, ["a" * 15, "b" * 6]):
             with pytest.raises(openai.BadRequestError, match="21 prompt tokens; 20 are the limit"):
                 await ask(high, prompt=prompt)
