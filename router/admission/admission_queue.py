@@ -253,7 +253,7 @@ class AdmissionQueue:
         work = RequestWork(
             tenant=request.tenant,
             num_tokens=num_answers * (request.prompt_len - self._cached_len(request)),
-            num_positions=num_answers * max(request.prompt_len + answer_len, self._positions_per_answer()),
+            num_positions=max(num_answers * (request.prompt_len + answer_len), self._places(num_answers)),
             deadline_s=request.deadline_s,
             priority=request.priority,
             num_bytes=num_answers * REQUEST_BYTES + request.prompt_len * TOKEN_BYTES,
@@ -265,16 +265,18 @@ class AdmissionQueue:
         latest_s = min(request.deadline_s, max(request.deadline_s - rest_s, now_s + alone_s))
         return dataclasses.replace(work, deadline_s=latest_s)
 
-    def _positions_per_answer(self) -> int:
-        """KV that an answer counts for at least: its part of all, if as many answers run as workers have sequences for.
+    def _places(self, num_answers: int) -> int:
+        """KV that answers count for at least: their part of all, if as many run as workers have sequences for.
 
-        So many short answers wait here, too, once the workers run no more sequences however much KV is free.
+        So many short answers wait here, too, once the workers run no more sequences however much KV is free. The many
+        answers of one request count for half of all at most: it does not wait until nothing else runs.
         """
         num_seqs = sum(member.state.max_num_seqs for member in self._members.live(DECODE))
         if not num_seqs:
             return 0  # not reported
-        num_answers = math.ceil(SPARE_SEQS * num_seqs) + self._num_ahead * len(self._prefill())
-        return self.queue.capacity.num_positions // num_answers
+        most = math.ceil(SPARE_SEQS * num_seqs) + self._num_ahead * len(self._prefill())
+        num_positions = self.queue.capacity.num_positions
+        return min(num_answers * (num_positions // most), num_positions // 2)
 
     def _prefill(self) -> Sequence[Member]:
         """Workers that compute prompts: decode workers if there are no others."""

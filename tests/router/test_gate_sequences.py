@@ -53,6 +53,16 @@ def test_every_answer_of_a_request_takes_a_sequence():
     assert queue._work(one, 0.0).num_positions == 2 * (1 << 20) // (10 + QueueLimits().ahead)
 
 
+def test_a_request_of_more_answers_than_sequences_does_not_wait_until_nothing_runs():
+    simulation = GateSimulation(num_seqs=8)
+    simulation.admission_queue.look()
+    queue = simulation.admission_queue
+    request = SimpleNamespace(
+        sampling=SamplingParams(max_tokens=4, n=100), prompt_len=4, tenant="", deadline_s=9.0, priority=NORMAL
+    )
+    assert queue._work(request, 0.0).num_positions == queue.queue.capacity.num_positions // 2
+
+
 def test_higher_priorities_go_before_those_that_came_earlier():
     simulation, ended = GateSimulation(num_seqs=8, token_s=0.0), []
     simulation.admission_queue.look()  # as on every tick
