@@ -115,7 +115,8 @@ def test_kernels_take_slots_for_experts(kind):
     draw = Draw(7)
     weights = draw.weights(NUM_EXPERTS, *SIZES[kind], kind)
     inputs = batch(draw, 9, NUM_EXPERTS, NUM_CHOSEN, SIZES[kind][1])
-    wanted_TD = Ops(Numerics.DEFAULT, implementation=Implementation.TRITON).experts(*inputs, weights, True)
+    ops = Ops(Numerics.DEFAULT, implementation=Implementation.TRITON)
+    wanted_TD = ops.added_up(ops.experts(*inputs, weights, True))
     for num_redundant, size in ((0, 2), (4, 4)):
         experts = random_map(draw, num_redundant)
         for mixed_TD in placed(Numerics.DEFAULT, weights, inputs, experts, size, Implementation.TRITON):

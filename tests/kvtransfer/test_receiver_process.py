@@ -170,6 +170,7 @@ def test_it_lands_restarts_after_a_kill_and_leaves_nothing(make_worker, make_pre
     prefill.commit(grants[0], 22)
     complete = worker.wait_for(Completed, one)
     prefill.frame(grants[1], 0, 0, 22)
+    worker.wait_until(lambda: worker.service.inventory()["bytes_landed"] > complete.bytes_landed, "frame")
     before = worker.service.inventory()
 
     worker.kill(signal.SIGKILL)
