@@ -62,7 +62,7 @@ class SparseMLP:
         self.both_ND: torch.Tensor | None = None
         self.shared: _SharedExpert | None = None
         if may_stack and source.may_stack(names, shared_names):
-            self._take_stack(source, [*names, shared_names], ops)
+            self.stack = self._take_stack(source, [*names, shared_names], ops)
         else:
             self.experts = source.take_experts(names)
             if has_shared:
@@ -82,7 +82,7 @@ class SparseMLP:
     def _set_router(self, router_XD: torch.Tensor) -> None:
         self.router_XD, self.router_ED = router_XD, router_XD[: len(self.router_ED)]
 
-    def _take_stack(self, source: WeightSource, names: list[tuple[str, str, str]], ops: Ops) -> None:
+    def _take_stack(self, source: WeightSource, names: list[tuple[str, str, str]], ops: Ops) -> Experts:
         """Read all experts, the shared one as the last, into one stack; the router follows it in memory.
 
         So the shared expert's first GEMM, the router's, and both in one read the same memory.
@@ -98,9 +98,9 @@ class SparseMLP:
             rows_XD[num_stacked:] = router_XD
             self._set_router(rows_XD[num_stacked:])
             self.both_ND = rows_XD[num_stacked - num_outputs :]
-        self.stack = replace(stack, has_shared=True)
         self.experts = _first(stack, num_routed)
         self.shared = _SharedExpert(MLP(*_last(stack), ops), ops)
+        return replace(stack, has_shared=True)
 
     def _join_gemms(self, mlp: MLP) -> None:
         """Let the router's GEMM and the first one of the shared expert be one, if they can be."""
