@@ -8,7 +8,7 @@ launch before, since the choice was known before that began.
 
 Float8 is made of tokens, and of what lies between the GEMMs, as in `kernels.moe.gemm`.
 
-A shared expert, the last choice of every token, is no lane of the padded choices: a ninth would double them.
+A shared expert, the last choice of every token, is not among the padded choices: a ninth would double them.
 
 Shapes: C choices of a token, padded to a power of two, N rows of a weight, K columns, G groups of 128 of them.
 """
