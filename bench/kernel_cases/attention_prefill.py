@@ -15,7 +15,6 @@ import torch
 from baton.bench.kernel_bench.baselines import PagedAttention, fa3, vllm_attention
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.attention import paged as attention
-from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.attention import prefill_triton as attention_prefill_triton
 from baton.kernels.attention import short_chunks as attention_short_chunks
 from baton.kernels.attention.decode_plan import PlanOptions, rows_of_program
@@ -133,9 +132,7 @@ class Batch:
 _MIXED = ((2048, 0), (1, 3000), (1024, 4096), (300, 8192), (16, 16384), (777, 1234), (128, 12000), (2048, 6000))
 _LARGE = 8192, 2048, 512
 _MAX_SHORT_LEN = 128
-_FEW_ROWS = 16  # of a KV head, which would leave most of a Hopper tile empty
 _CHUNKS = {8192: ((8192, 0),), 2048: ((2048, 6144),), 512: ((512, 32256),), 16: ((16, 8192),) * 8}
-_ONE_ROW = ((1, 8192),)
 _HEADS = ((32, 8, 128), (32, 4, 128), (16, 2, 256))
 _SHORT = (((16, 8192),) * 8, ((16, 8192),), ((64, 32704),), ((128, 32640),), ((1, 2000), (16, 30000), (9, 500)))
 
@@ -209,163 +206,75 @@ def _option(
     return {"BM": BM, "BN": BN, "OVERLAP": overlap, "AHEAD": ahead, **stages}
 
 
-# By head size above 128 or not. Registers decide: 64K of them fit one program of 8 warps with an overlapped tile of
-# 128 x 128, or two of 4 warps with 64 x 64, which overlap each other but read K and V twice as often.
-_CANDIDATES = {
-    False: (
-        _option(128, 128, 8, 2, overlap=True),
-        _option(128, 64, 8, 2, overlap=True),
-        _option(128, 64, 8, 3, overlap=True),
-        _option(128, 64, 8, 2, overlap=True, ahead=True),
-        _option(128, 64, 8, 3, overlap=True, ahead=True),
-        _option(128, 64, 8, 4, overlap=True, ahead=True),
-        _option(128, 128, 8, 2),
-        _option(128, 64, 8, 2),
-        _option(128, 64, 8, 3),
-        _option(64, 64, 4, 2, overlap=True),
-        _option(64, 64, 4, 3, overlap=True, ahead=True),
-        _option(64, 64, 4, 2),
-        _option(64, 64, 4, 3),
-        _option(64, 128, 4, 2),
-    ),
-    True: (
-        _option(128, 64, 8, 2, overlap=True),
-        _option(128, 64, 8, 2, overlap=True, ahead=True),
-        _option(128, 64, 8, 2),
-        _option(64, 64, 8, 2),
-        _option(64, 64, 8, 2, overlap=True),
-        _option(64, 64, 4, 2),
-    ),
-}
+# Over float8 KV. Registers decide: 64K of them fit one program of 8 warps with an overlapped tile of 128 x 128, or two
+# of 4 warps with 64 x 64, which overlap each other but read K and V twice as often.
+_CANDIDATES = (
+    _option(128, 128, 8, 2, overlap=True),
+    _option(128, 64, 8, 2, overlap=True),
+    _option(128, 64, 8, 3, overlap=True),
+    _option(128, 64, 8, 2, overlap=True, ahead=True),
+    _option(128, 64, 8, 3, overlap=True, ahead=True),
+    _option(128, 64, 8, 4, overlap=True, ahead=True),
+    _option(128, 128, 8, 2),
+    _option(128, 64, 8, 2),
+    _option(128, 64, 8, 3),
+    _option(64, 64, 4, 2, overlap=True),
+    _option(64, 64, 4, 3, overlap=True, ahead=True),
+    _option(64, 64, 4, 2),
+    _option(64, 64, 4, 3),
+    _option(64, 128, 4, 2),
+)
+# For chunks whose positions are split: tile, rows (0: as many as there are, padded), whether K and V are the left
+# operands, stages, warps, and target programs per multiprocessor.
+_SHARES: Sequence[tuple[int, int, bool, int, int, int]] = (
+    (64, 0, False, 3, 4, 1), (64, 0, False, 3, 4, 2), (128, 0, False, 2, 4, 1), (32, 0, False, 4, 4, 2),
+    (32, 0, False, 4, 4, 3), (64, 32, True, 3, 4, 2), (64, 0, True, 3, 4, 2), (64, 32, False, 3, 4, 3),
+)  # fmt: skip
 
 
-def _warp_specialized(
-    BN: int, num_stages: int, *, groups: int = 2, turns: bool = True, pin: bool = True, persistent: bool = False
-) -> Mapping[str, object]:
-    ways = {"TURNS": turns, "PIN": pin, "PERSISTENT": persistent}
-    return {"GROUPS": groups, "BN": BN, "STAGES": num_stages, **ways}
-
-
-# For the Hopper kernel. Shared memory decides: the queries and two tiles of K and V take 160 KiB, or 192 KiB.
-_WARP_SPECIALIZED = {
-    False: (
-        _warp_specialized(128, 2),
-        _warp_specialized(128, 2, persistent=True),
-        _warp_specialized(128, 2, pin=False),
-        _warp_specialized(128, 2, pin=False, persistent=True),
-        _warp_specialized(128, 2, turns=False),
-        _warp_specialized(128, 2, turns=False, persistent=True),
-        _warp_specialized(128, 2, turns=False, pin=False),
-        _warp_specialized(128, 3),
-        _warp_specialized(128, 3, persistent=True),
-        _warp_specialized(64, 4),
-        _warp_specialized(64, 4, groups=3),
-        _warp_specialized(64, 4, groups=3, persistent=True),
-        _warp_specialized(64, 4, groups=3, turns=False),
-        _warp_specialized(64, 4, groups=3, turns=False, persistent=True),
-    ),
-    True: (
-        _warp_specialized(64, 2),
-        _warp_specialized(64, 2, persistent=True),
-        _warp_specialized(64, 2, pin=False),
-        _warp_specialized(64, 2, turns=False),
-        _warp_specialized(64, 2, turns=False, persistent=True),
-        _warp_specialized(64, 2, turns=False, pin=False),
-    ),
-}
-
-
-# For chunks whose positions are split, by head size above 128 or not: tile, rows (0: as many as there are, padded),
-# whether K and V are the left operands, stages, warps, and target programs per multiprocessor.
-_SHARES: Mapping[bool, Sequence[tuple[int, int, bool, int, int, int]]] = {
-    False: (
-        (64, 0, False, 3, 4, 1), (64, 0, False, 3, 4, 2), (128, 0, False, 2, 4, 1), (32, 0, False, 4, 4, 2),
-        (32, 0, False, 4, 4, 3), (64, 32, True, 3, 4, 2), (64, 0, True, 3, 4, 2), (64, 32, False, 3, 4, 3),
-    ),
-    True: (
-        (64, 0, False, 2, 8, 1), (64, 0, False, 2, 8, 2), (32, 0, False, 3, 8, 1), (64, 32, False, 3, 8, 1),
-        (32, 32, False, 3, 4, 2), (64, 32, True, 3, 8, 1),
-    ),
-}  # fmt: skip
-# The same for the Hopper kernel: its options, and target programs.
-_HOPPER_SHARES = ((False, 1), (True, 1), (False, 2), (True, 2))
-
-
-def _short_candidates(work: PrefillWork, longest: int) -> list[Mapping[str, object]]:
-    """Candidates of both implementations; only of the Hopper kernel if there are many tiles."""
-    num_rows = longest * work.num_heads // work.num_kv_heads
-    is_wide = work.head_dim > 128
-    found: list[Mapping[str, object]] = [
+def _share_candidates(work: PrefillWork) -> list[Mapping[str, object]]:
+    num_rows = max(work.chunks)[0] * work.num_heads // work.num_kv_heads
+    return [
         {
             "tile": tile, "rows": own_rows or rows_of_program(num_rows), "swap": swap, "stages": stages,
             "warps": warps, "slots": 132 * each, "shares": True, "pdl": True,
-            **({"registers": 168} if (own_rows, swap, warps) == (32, False, 8) else {}),
         }
-        for tile, own_rows, swap, stages, warps, each in _SHARES[is_wide]
-        if longest <= _MAX_SHORT_LEN
+        for tile, own_rows, swap, stages, warps, each in _SHARES
     ]  # fmt: skip
-    if work.kv_dtype == work.dtype and num_rows > _FEW_ROWS:
-        warp_specialized = _warp_specialized(64 if is_wide else 128, 2, pin=False)
-        found += [{**warp_specialized, "TURNS": turns, "slots": 132 * each} for turns, each in _HOPPER_SHARES]
-    return found
-
-
-def _short_points() -> list[TuningPoint]:
-    """Few short chunks over long prefixes; works that share a row of the table are timed together."""
-    groups = [[PrefillWork(_label(chunks), chunks, *heads)] for heads in _HEADS for chunks in (_SHORT[0], _SHORT[3])]
-    groups[0] += [PrefillWork(_label(_SHORT[1]), _SHORT[1]), PrefillWork("mixed 3", _SHORT[4])]
-    groups[1].append(PrefillWork(_label(_SHORT[2]), _SHORT[2]))
-    groups.append([PrefillWork(_label(_CHUNKS[512]), _CHUNKS[512], *_HEADS[2])])
-    groups += [[PrefillWork(_label(_SHORT[0]), _SHORT[0], *_HEADS[0], _FP8)], [PrefillWork(_label(_ONE_ROW), _ONE_ROW)]]
-    points = []
-    for works_of_row in groups:
-        work = works_of_row[0]
-        longest = max(rows for rows, _ in work.chunks)
-        points.append(
-            TuningPoint(
-                kernel=attention_short_chunks.NAME,
-                shape=attention_short_chunks.shape_of(
-                    longest, work.num_heads // work.num_kv_heads, work.head_dim, work.kv_dtype
-                ),
-                size=longest,
-                candidates=_short_candidates(work, longest),
-                set_bytes=sum(each.num_bytes for each in works_of_row),
-                prepare=partial(_prepare_candidate, works_of_row),
-                may_spill=attention_prefill_hopper_triton.is_ours,
-            )
-        )
-    return points
 
 
 def _prepare_candidate(
-    works_of_row: Sequence[PrefillWork], device: torch.device, num_sets: int, options: Mapping[str, object]
+    work: PrefillWork, device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
-    if attention_short_chunks.is_ours(options) and not attention_prefill_hopper_triton.is_ours(options):
+    if attention_short_chunks.is_ours(options):
         PlanOptions(**options)  # type: ignore[arg-type]  # a row that is none fails here
-    return [Batch(work, device).ours(options=options) for _ in range(num_sets) for work in works_of_row]
+    return [Batch(work, device).ours(options=options) for _ in range(num_sets)]
 
 
 def tuning() -> list[TuningPoint]:
-    """Each model's heads at a short chunk over a long prefix, and at longer chunks."""
-    bf16 = torch.bfloat16
-    models = ((32, 8, 128, bf16), (32, 4, 128, bf16), (16, 2, 256, bf16), (32, 8, 128, _FP8))
-    works = [
-        PrefillWork(_label(chunks), chunks, num_heads, num_kv_heads, head_dim, kv_dtype)
-        for num_heads, num_kv_heads, head_dim, kv_dtype in models
-        for chunks in _CHUNKS.values()
-    ]
-    return _short_points() + [
+    """Float8 KV: eight short chunks over long prefixes, and longer chunks; 16-bit KV has `prefill_plan`."""
+    short = PrefillWork(_label(_SHORT[0]), _SHORT[0], kv_dtype=_FP8)
+    group = short.num_heads // short.num_kv_heads
+    longest = max(short.chunks)[0]
+    points = [
         TuningPoint(
-            kernel=NAME,
-            shape=shape_of(work.num_heads // work.num_kv_heads, work.head_dim, work.kv_dtype.itemsize),
-            size=max(rows for rows, _ in work.chunks),
-            candidates=(
-                *(_WARP_SPECIALIZED[work.head_dim > 128] if work.kv_dtype == work.dtype else ()),
-                *_CANDIDATES[work.head_dim > 128],
-            ),
-            set_bytes=work.num_bytes,
-            prepare=partial(_prepare_candidate, [work]),
-            may_spill=attention_prefill_hopper_triton.is_ours,
+            kernel=attention_short_chunks.NAME,
+            shape=attention_short_chunks.shape_of(longest, group, short.head_dim, short.kv_dtype),
+            size=longest,
+            candidates=_share_candidates(short),
+            set_bytes=short.num_bytes,
+            prepare=partial(_prepare_candidate, short),
         )
-        for work in works
     ]
+    for work in (PrefillWork(_label(chunks), chunks, kv_dtype=_FP8) for chunks in _CHUNKS.values()):
+        points.append(
+            TuningPoint(
+                kernel=NAME,
+                shape=shape_of(group, work.head_dim, work.kv_dtype.itemsize),
+                size=max(work.chunks)[0],
+                candidates=_CANDIDATES,
+                set_bytes=work.num_bytes,
+                prepare=partial(_prepare_candidate, work),
+            )
+        )
+    return points

@@ -172,6 +172,8 @@ def default_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> PlanOpt
         if rows > 32:
             return PlanOptions(tile=64, rows=64, swap=False, stages=2, warps=8, slots=132)
         return PlanOptions(tile=32, rows=rows, swap=False, stages=3, warps=4, slots=396 if rows == 16 else 264)
+    if head_dim < 128 and rows < 64:
+        return PlanOptions(tile=64, rows=rows, swap=False, stages=3, warps=4, slots=396, max_part_len=8192, pdl=True)
     return PlanOptions(tile=64, rows=rows, swap=rows < 64, stages=3, warps=4, slots=264)
 
 

@@ -4,8 +4,8 @@ Row i of a sequence's chunk is at position context_len - query_len + i and sees 
 of which are already in the blocks. Slots past a sequence's last position may contain anything, including NaN.
 
 On GPUs one Triton kernel computes it (`kernels.attention.prefill_triton`, or on Hopper
-`kernels.attention.prefill_hopper_triton` where that measured faster); few short chunks over long prefixes use
-`kernels.attention.short_chunks`. Elsewhere the torch reference computes it (`kernels.attention.paged` and
+`kernels.attention.prefill_hopper_triton`, as `kernels.attention.prefill_plan` chooses); few short chunks over long
+prefixes use `kernels.attention.short_chunks`. Elsewhere the torch reference computes it (`kernels.attention.paged` and
 `kernels.attention.invariant`). For long chunks over float8, KV is dequantized first where that pays
 (`kernels.kv.dequantize`). This module does not write KV, and never makes the host wait for the device.
 
@@ -28,6 +28,7 @@ from baton.kernels import tuning
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.attention import paged as attention
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
+from baton.kernels.attention import prefill_plan
 from baton.kernels.attention import prefill_triton as attention_prefill_triton
 from baton.kernels.attention import short_chunks as attention_short_chunks
 from baton.kernels.attention.block_tables import require_columns, require_lens, within
@@ -104,22 +105,22 @@ def attention_prefill(
         require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
         require_columns(query_TAD.shape[0], block_tables_BM)
         how = _FORMS.keep(key, _form(places, kind, max_query_len, invariant, options))
-    if how is _Form.TORCH:
+    if how.form is _Form.TORCH:
         lens = [end - start for start, end in pairwise(query_starts_E.tolist())]
         if scale is not None:  # the reference applies D ** -0.5
             query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
         kv = _dequantized(key_NHSD, key_scale, query_TAD.dtype), _dequantized(value_NHSD, value_scale, query_TAD.dtype)
         tables_BM = within(block_tables_BM.long(), context_lens_B - 1, key_NHSD.shape[2])
         return _reference(query_TAD, *kv, tables_BM, lens, context_lens_B.tolist(), invariant)
-    if how is _Form.NOTHING:
+    if how.form is _Form.NOTHING:
         return torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
     softmax_scale = float(query_TAD.shape[2] ** -0.5 if scale is None else scale)
-    if how is _Form.SHORT:
+    if how.form is _Form.SHORT:
         return attention_short_chunks.attend(
             *places, max_query_len=max_query_len, scale=softmax_scale, key_scale=key_scale, value_scale=value_scale,
-            plans=plans or SplitKVPlans(), options=options,
+            plans=plans or SplitKVPlans(), options=how.options,
         )  # fmt: skip
-    return _by_triton(places, how, max_query_len, softmax_scale, (key_scale, value_scale), invariant, options)
+    return _by_triton(places, how, max_query_len, softmax_scale, (key_scale, value_scale), invariant)
 
 
 class _Form(Enum):
@@ -130,6 +131,14 @@ class _Form(Enum):
     SHORT = auto()  # positions are split as well as rows
     DEQUANTIZED = auto()  # float8 KV is dequantized first
     AS_IT_IS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """The form of a checked call, and its options if they are known."""
+
+    form: _Form
+    options: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +158,7 @@ class _Kind:
     on_hopper: bool = False
 
 
-_FORMS: Memo[_Form] = Memo()  # shared by the layers of one step
+_FORMS: Memo[_How] = Memo()  # shared by the layers of one step
 _KINDS: Memo[_Kind] = Memo()  # shared by all steps, which differ in their numbers of rows
 
 
@@ -227,17 +236,17 @@ def _kind(
     return _Kind(in_triton=True, can_divide=can_divide, can_dequantize=can_dequantize, on_hopper=on_hopper)
 
 
-def _form(
-    places: _Places, kind: _Kind, max_query_len: int, invariant: bool, options: Mapping[str, Any] | None
-) -> _Form:
+def _form(places: _Places, kind: _Kind, max_query_len: int, invariant: bool, options: Mapping[str, Any] | None) -> _How:
     """Choose the kernels from the sizes of queries, K, V, tables, starts and lengths."""
     if not kind.in_triton:
-        return _Form.TORCH
+        return _How(_Form.TORCH)
     query_TAD, key_NHSD, block_tables_BM = places[0], places[1], places[3]
     if not query_TAD.numel() or not block_tables_BM.shape[0] or not max_query_len:
-        return _Form.NOTHING
+        return _How(_Form.NOTHING)
+    if kind.on_hopper and options is None:
+        options = _hopper_options(places, max_query_len, invariant, may_divide=kind.can_divide)
     if _is_short(query_TAD, key_NHSD, block_tables_BM, kind, max_query_len, invariant, options):
-        return _Form.SHORT
+        return _How(_Form.SHORT, options)
     widens = (
         kind.can_dequantize
         and options is None
@@ -245,26 +254,24 @@ def _form(
         and max_query_len >= kv_dequantize.MIN_QUERY_LEN
         and kv_dequantize.num_bytes(block_tables_BM, key_NHSD, query_TAD.dtype) <= kv_dequantize.MAX_BYTES
     )
-    return _Form.DEQUANTIZED if widens else _Form.AS_IT_IS
+    return _How(_Form.DEQUANTIZED if widens else _Form.AS_IT_IS, options)
 
 
 def _by_triton(
     places: _Places,
-    how: _Form,
+    how: _How,
     max_query_len: int,
     scale: float,
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     invariant: bool,
-    options: Mapping[str, Any] | None,
 ) -> torch.Tensor:
     """Compute it with the kernels that walk over all positions."""
     query_TAD = places[0]
     output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
-    if how is _Form.DEQUANTIZED:
+    if how.form is _Form.DEQUANTIZED:
         places = query_TAD, *kv_dequantize.dequantize_kv(*places[1:], *scales, query_TAD.dtype), *places[4:]
         scales = None, None
-    # With `invariant`, one configuration for all sizes: a row must not depend on the length of its chunk.
-    options = options or _find_options(*places[:3], _ANY_LEN if invariant else max_query_len)
+    options = how.options or _find_options(places, max_query_len, invariant)
     if attention_prefill_hopper_triton.is_ours(options):
         require(scales[0] is None, "key_scale", "is not for the form that the options are of")
         attention_prefill_hopper_triton.launch(*places, output_TAD, scale=scale, options=options)
@@ -294,20 +301,45 @@ def _is_short(
     bound = num_columns * key_NHSD.shape[2]
     if not kind.can_divide:
         return False
-    return attention_short_chunks.is_better(query_TAD, key_NHSD, num_sequences, bound, max_query_len, kind.on_hopper)
+    return attention_short_chunks.is_better(query_TAD, key_NHSD, num_sequences, bound, max_query_len)
 
 
-def _find_options(
-    query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, max_query_len: int
+def _hopper_options(
+    places: _Places, max_query_len: int, invariant: bool, *, may_divide: bool = False
 ) -> Mapping[str, Any]:
-    """Launch options for chunks of up to `max_query_len` rows: from the tuned table if its row fits, else by rule."""
+    """Options for KV that the Hopper kernel can take."""
+    query_TAD, key_NHSD, block_tables_BM = places[0], places[1], places[3]
+    num_tokens, num_heads, head_dim = query_TAD.shape
+    num_kv_heads, block_size = key_NHSD.shape[1:3]
+    if invariant:
+        return prefill_plan.invariant_options(head_dim)
+    num_sequences, num_columns = block_tables_BM.shape
+    chunks = prefill_plan.Chunks(
+        num_rows=num_tokens,
+        num_sequences=num_sequences,
+        longest=min(max_query_len, num_tokens),
+        max_context_len=num_columns * block_size,
+        group=num_heads // num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
+    num_multiprocessors = attention_prefill_hopper_triton.num_multiprocessors(query_TAD.device.index)
+    return prefill_plan.choose(chunks, num_multiprocessors, may_divide=may_divide)
+
+
+def _find_options(places: _Places, max_query_len: int, invariant: bool) -> Mapping[str, Any]:
+    """Launch options where positions are not divided: for Hopper, from the tuned table if it has a row, else by rule.
+
+    With `invariant`, one configuration for all sizes: a row must not depend on the length of its chunk.
+    """
+    query_TAD, key_NHSD, value_NHSD = places[:3]
+    if attention_prefill_hopper_triton.fits(query_TAD, key_NHSD, value_NHSD):
+        return _hopper_options(places, max_query_len, invariant)
+    longest = _ANY_LEN if invariant else max_query_len
     group, head_dim = query_TAD.shape[1] // key_NHSD.shape[1], query_TAD.shape[2]
     num_bytes = key_NHSD.element_size()
-    found = tuning.find(NAME, shape_of(group, head_dim, num_bytes), max_query_len, query_TAD.device.index)
-    hopper = attention_prefill_hopper_triton
-    if found and (not hopper.is_ours(found) or hopper.fits(query_TAD, key_NHSD, value_NHSD)):
-        return found
-    return attention_prefill_triton.rule(group * max_query_len, head_dim, num_bytes)
+    found = tuning.find(NAME, shape_of(group, head_dim, num_bytes), longest, query_TAD.device.index)
+    return found or attention_prefill_triton.rule(group * longest, head_dim, num_bytes)
 
 
 def shape_of(group: int, head_dim: int, num_bytes: int) -> str:

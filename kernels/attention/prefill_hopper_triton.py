@@ -32,7 +32,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from baton.kernels import tuning
+from baton.kernels.attention import prefill_plan
 from baton.kernels.attention import split_kv_triton as attention_split_kv_triton
 from baton.kernels.attention.block_tables import in_words
 from baton.kernels.attention.prefill_warp_specialized_triton import prefill_kernel
@@ -53,7 +53,7 @@ def num_multiprocessors(device_index: int | None) -> int:
 
 
 def is_ours(options: Mapping[str, Any]) -> bool:
-    """Whether a row of the tuned table is for this form."""
+    """Whether options are of this form."""
     return "TURNS" in options
 
 
@@ -254,22 +254,11 @@ def _variant(
 
 
 def variants() -> list[Variant]:
-    """Of each served shape the tuned options, and one that is there before any are."""
+    """Of each served shape all options that may be chosen, and two that only the tuner and tests use."""
     found: dict[str, Variant] = {}
     for num_heads, num_kv_heads, head_dim, block_size, keys, stages in _SERVED:
-        group = num_heads // num_kv_heads
-        rows = tuning.table().get("attention_prefill", {}).get(f"{group}x{head_dim}x16", {}).values()
-        shares = tuning.table().get("attention_prefill_shares", {})
-        divided = [
-            row for shape in shares if shape.endswith(f"D={head_dim} bf16 G={group}") for row in shares[shape].values()
-        ]
         first = {"GROUPS": 2, "BN": keys, "STAGES": stages, "TURNS": True, "PIN": True}
-        for planned, options in (
-            (False, first),
-            *((False, row) for row in rows if is_ours(row)),
-            (True, {**first, "TURNS": False, "PIN": False}),
-            *((True, row) for row in divided if is_ours(row)),
-        ):
-            variant = _variant(num_heads, num_kv_heads, head_dim, block_size, options, planned)
+        for options in (first, {**first, "TURNS": False, "PIN": False}, *prefill_plan.hopper_options(head_dim)):
+            variant = _variant(num_heads, num_kv_heads, head_dim, block_size, options, "slots" in options)
             found[variant.name] = variant
     return list(found.values())

@@ -2,7 +2,7 @@
 
 A chunk of 16 rows over 8,192 positions is one tile of rows for each KV head, and one program would walk over all
 positions. Here the positions are split as well (`attention_split_kv`), at the price of two more small launches. The
-loops are those of decode steps or, where the tuned table says so, those of the Hopper kernel, whose matmuls are faster.
+loops are those of decode steps or, where the options say so, those of the Hopper kernel, whose matmuls are faster.
 
 Positions are not split where a row's result must not depend on the batch, because the split follows from the lengths of
 all sequences.
@@ -30,7 +30,6 @@ _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", _FP8: "fp8"}
 _TILE_ROWS = 128  # rows of a tile of the kernels that do not split positions
 _MAX_PROGRAMS = 96  # up to this many of their programs, most multiprocessors are idle or wait for memory
 _MAX_WIDE_PROGRAMS = 33  # the same for chunks of several of our tiles, whose matmuls are slower than theirs
-_MAX_HOPPER_PROGRAMS = 66  # the same where the Hopper kernel splits: two shares for each
 _OUR_ROWS = 64
 _MIN_BLOCK_SIZE = 16  # the loops are those of decode steps
 _MIN_CONTEXT_LEN = 1024  # from this bound on, the extra launches and the partial results between them pay off
@@ -42,20 +41,18 @@ def is_ours(options: Mapping[str, Any]) -> bool:
     return "slots" in options
 
 
-def is_better(
-    query_TAD: torch.Tensor, key_NHSD: torch.Tensor, num_sequences: int, bound: int, longest: int, on_hopper: bool
-) -> bool:
-    """Return whether unsplit programs would be too few, judging by sequences, positions and rows known on the host."""
+def is_better(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, num_sequences: int, bound: int, longest: int) -> bool:
+    """Return whether unsplit programs would be too few, judging by sequences, positions and rows known on the host.
+
+    It is asked where the Hopper kernel cannot take the KV (`kernels.attention.prefill_plan` elsewhere).
+    """
     num_tokens, num_heads, _ = query_TAD.shape
     num_kv_heads = key_NHSD.shape[1]
     group = num_heads // num_kv_heads
     num_tiles = min(num_tokens * group // _TILE_ROWS + num_sequences, num_sequences * -(-longest * group // _TILE_ROWS))
     is_wide = longest * group > _OUR_ROWS
     least, most = (_MIN_WIDE_CONTEXT_LEN, _MAX_WIDE_PROGRAMS) if is_wide else (_MIN_CONTEXT_LEN, _MAX_PROGRAMS)
-    num_programs = num_tiles * num_kv_heads
-    if bound < least or not is_wide or not on_hopper or not most < num_programs <= _MAX_HOPPER_PROGRAMS:
-        return bound >= least and num_programs <= most
-    return _is_for_hopper(_row(longest, group, query_TAD.shape[2], key_NHSD))
+    return bound >= least and num_tiles * num_kv_heads <= most
 
 
 def fits(

@@ -5,14 +5,16 @@ import itertools
 import pytest
 import torch
 
-from baton.bench.kernel_cases.attention_prefill import Batch, PrefillWork, tuning
+from baton.bench.kernel_cases.attention_prefill import Batch, PrefillWork
 from baton.kernels.attention import prefill_hopper_triton as hopper
+from baton.kernels.attention import prefill_plan
 from baton.kernels.attention.prefill import attention_prefill, attention_prefill_lens
 from baton.kernels.implementation import Implementation
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 FP8 = torch.float8_e4m3fn
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 MIXED = ((700, 0), (1, 3000), (0, 0), (33, 517), (128, 1000), (16, 4096), (1, 0), (515, 130))
 HEADS = [(32, 8, 128), (32, 4, 128), (16, 2, 256), (14, 2, 64), (4, 4, 32)]
 
@@ -59,12 +61,15 @@ def test_mixed_chunks(heads):
     close(batch.ours(invariant=True)(), wanted)
 
 
-def test_candidates_of_the_tuned_table_agree():
-    work = PrefillWork("", MIXED)
-    batch = Batch(work, CUDA)
+@pytest.mark.parametrize("heads", [(28, 4, 128), (24, 8, 128), (8, 8, 128), (16, 4, 256), (14, 2, 64)], ids=str)
+def test_forms_that_may_be_chosen_agree(heads):
+    batch = Batch(PrefillWork("", MIXED, *heads), CUDA)
     wanted = wanted_of(batch)
-    for options in tuning()[0].candidates[-14:-6:2]:
+    for options in prefill_plan.hopper_options(heads[2]) if ON_HOPPER else ():
         close(batch.ours(options=options)(), wanted)
+    for chunks in MIXED, ((40, 3000), (7, 100)), ((300, 9000),), ((600, 0),), ((30, 0), (20, 0)):
+        batch = Batch(PrefillWork("", chunks, *heads), CUDA)
+        close(batch.ours()(), wanted_of(batch))
 
 
 def warp_specialized(head_dim, **changes):
@@ -80,9 +85,7 @@ def warp_specialized(head_dim, **changes):
     }
 
 
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="for Hopper alone"
-)
+needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="for Hopper alone")
 
 
 @needs_hopper

@@ -9,8 +9,6 @@ import torch
 from baton.bench.kernel_cases.attention_prefill import cases, works
 from baton.bench.kernel_cases.attention_prefill import tuning as tuning_points
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import tuning
-from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.attention import prefill_triton as attention_prefill_triton
 from baton.kernels.attention.prefill import attention_prefill, attention_prefill_lens
 from baton.kernels.implementation import Implementation
@@ -245,18 +243,6 @@ def test_invariant_numerics_have_one_configuration(monkeypatch):
         Sequences([(rows, 0)], heads=(2, 1)).run()
     assert asked[0] == asked[2]
     assert asked[1] != asked[3]
-
-
-@pytest.mark.fast
-@pytest.mark.long
-def test_a_row_of_the_table_for_hopper_is_passed_over_elsewhere(monkeypatch):
-    row = {"GROUPS": 2, "BN": 128, "STAGES": 2, "TURNS": True, "PIN": True, "PERSISTENT": False}
-    assert attention_prefill_hopper_triton.is_ours(row)
-    assert not attention_prefill_hopper_triton.is_ours(PLAIN)
-    monkeypatch.setattr(tuning, "find", lambda *_: row)
-    sequences = Sequences([(3, 5), (2, 20)])
-    assert not attention_prefill_hopper_triton.fits(sequences.query, sequences.key, sequences.value)
-    assert relative_error(sequences.run(), sequences.wanted()) < 4e-3
 
 
 @pytest.mark.fast

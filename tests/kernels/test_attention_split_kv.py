@@ -9,6 +9,7 @@ import torch
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.attention import decode_plan as attention_split_kv
 from baton.kernels.attention import prefill as attention_prefill
+from baton.kernels.attention import prefill_plan
 from baton.kernels.attention import short_chunks as attention_short_chunks
 from baton.kernels.attention import split_kv_plan_triton as attention_split_kv_plan_triton
 from baton.kernels.attention.decode_plan import SplitKVPlans, rows_of_program
@@ -295,7 +296,7 @@ def test_which_chunks_are_divided(is_better, lens, bound, heads):
     num_heads, num_kv_heads, head_dim = heads
     query = torch.empty(sum(lens), num_heads, head_dim, device="meta")
     key = torch.empty(1, num_kv_heads, 16, head_dim, device="meta")
-    assert attention_short_chunks.is_better(query, key, len(lens), bound, max(lens), False) == is_better
+    assert attention_short_chunks.is_better(query, key, len(lens), bound, max(lens)) == is_better
 
 
 WARP_SPECIALIZED = {
@@ -309,20 +310,12 @@ WARP_SPECIALIZED = {
 }
 
 
-def test_a_row_for_hopper_divides_longer_chunks_there_and_is_passed_over_elsewhere(monkeypatch):
-    query = torch.empty(512, 16, 256, dtype=torch.bfloat16, device="meta")
-    key = torch.empty(1, 2, 16, 256, dtype=torch.bfloat16, device="meta")
-    monkeypatch.setattr(attention_short_chunks.tuning, "find", lambda *_: None)
-    assert not attention_short_chunks.is_better(query, key, 1, 32768, 512, True)
-    monkeypatch.setattr(attention_short_chunks.tuning, "find", lambda *_: WARP_SPECIALIZED)
-    assert attention_short_chunks.is_better(query, key, 1, 32768, 512, True)
-    assert not attention_short_chunks.is_better(query, key, 1, 32768, 512, False)
-    assert not attention_short_chunks.is_better(query, key, 1, 2048, 512, True)
+def test_what_is_chosen_for_hopper_divides_positions_there_alone(monkeypatch):
     sequences = Sequences([(3, 40), (2, 30)], heads=(2, 2))
     with pytest.raises(KernelArgumentInvalid, match="options"):  # no GPU
         sequences.run(options=WARP_SPECIALIZED)
     ruled, by_rule = [], attention_short_chunks._options
-    with monkeypatch.context() as patch:  # but as a row of the table: by the loops of decode steps
+    with monkeypatch.context() as patch:  # by the loops of decode steps
         patch.setattr(attention_short_chunks, "is_better", lambda *_: True)
         patch.setattr(attention_short_chunks, "_options", lambda *those: ruled.append(those) or by_rule(*those))
         found = sequences.run()
@@ -332,11 +325,27 @@ def test_a_row_for_hopper_divides_longer_chunks_there_and_is_passed_over_elsewhe
     hopper = attention_short_chunks.attention_prefill_hopper_triton
     monkeypatch.setattr(hopper, "fits", lambda *_: True)
     monkeypatch.setattr(hopper, "launch_shares", lambda *places, **others: asked.append((places, others)))
-    sequences.run(options=WARP_SPECIALIZED)
+    monkeypatch.setattr(hopper, "launch", lambda *places, **others: asked.append((places, others)))
+    chosen, choices = [], []
+    monkeypatch.setattr(prefill_plan, "choose", lambda *those, **others: chosen.append((those, others)) or choices[-1])
+    for choice in (WARP_SPECIALIZED, {key: value for key, value in WARP_SPECIALIZED.items() if key != "slots"}):
+        choices.append(choice)
+        monkeypatch.setattr(attention_prefill, "_FORMS", Memo())
+        monkeypatch.setattr(attention_prefill, "_KINDS", Memo())
+        sequences.run()
+        sequences.run()  # as the layer before it
+    assert [others["may_divide"] for _, others in chosen] == [True, True]
+    assert {those[0] for those, _ in chosen} == {
+        prefill_plan.Chunks(
+            num_rows=5, num_sequences=2, longest=3, max_context_len=sequences.tables.shape[1] * 16,
+            group=1, num_kv_heads=2, head_dim=16,
+        )
+    }  # fmt: skip
     (places, others) = asked[0]
     assert (others["num_queries"], others["num_shares"], others["options"]) == (3, 66, WARP_SPECIALIZED)
     positions = [-(-length // WARP_SPECIALIZED["BN"]) for length in sequences.contexts]
     assert places[-1][66].item() == sum(positions)  # pieces
+    assert ["num_shares" in others for _, others in asked] == [True, True, False, False]
 
 
 def dequantized(sequences, scales, index_dtype=torch.int64):

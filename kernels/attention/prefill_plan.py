@@ -1,0 +1,198 @@
+"""Chooses how attention of chunks uses a Hopper GPU, by a model of the time of each form, for any heads and sizes.
+
+Forms are tiles of 128 or 192 rows whose programs walk over all positions, tiles of 128 rows whose positions are
+divided between programs, too, the loops of decode steps, divided as well, and for few rows the kernel of other GPUs.
+A program takes one step after another, of so many positions, and there is one program on a multiprocessor; so a form's
+time follows from the steps of the busiest multiprocessor and from the rounds of programs. The host knows bounds only:
+the rows of all chunks, their number, the longest one, and the most positions.
+
+The constants were fitted to 96 drawn shapes on an H200 (`benchmarks/results/attention-prefill-h200.json`), KV in
+bfloat16. What is chosen takes 1.02 of the time of the best form there, on average.
+
+Legend: as in `kernels.attention.prefill`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.kernels.attention.decode_plan import rows_of_program
+from baton.kernels.attention.prefill_triton import rule
+
+_FEW_ROWS, _FEW_POSITIONS = 256, 512  # up to both, a kernel without warpgroups is quickest; to divide takes more
+_PREFIX = 0.6  # mean prefix of several chunks, over the longest one's
+_UNEVEN = 0.4  # what is left idle at the end by programs of unequal lengths, in steps of a mean one
+_UNKNOWN = 1.15  # how much quicker division must seem where the lengths of several sequences are not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """What the host knows of the chunks of a step, and the model's heads.
+
+    Attributes:
+        num_rows: rows of all chunks.
+        num_sequences: number of chunks.
+        longest: most rows of one chunk.
+        max_context_len: most positions that a chunk's last row sees.
+        group: query heads of a KV head.
+        num_kv_heads: KV heads.
+        head_dim: head size.
+    """
+
+    num_rows: int
+    num_sequences: int
+    longest: int
+    max_context_len: int
+    group: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """A form whose programs walk over all positions: its tile, and its time in us.
+
+    Attributes:
+        rows: rows of a tile.
+        keys: positions of a step.
+        start_us: of the launch.
+        step_us: of a step.
+        round_us: of each round of programs, besides its steps.
+    """
+
+    rows: int
+    keys: int
+    start_us: float
+    step_us: float
+    round_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """A form that divides positions: positions of a step, and its time in us."""
+
+    keys: int
+    start_us: float
+    step_us: float
+
+
+# By head size.
+_TWO_GROUPS = {
+    64: _Walk(128, 128, 4.5, 1.36, 0.7),
+    128: _Walk(128, 128, 1.3, 1.63, 6.6),
+    256: _Walk(128, 64, 3.5, 1.53, 5.6),
+}
+_THREE_GROUPS = _Walk(192, 64, -0.7, 1.2, 8.6)  # of heads of 128 alone
+_DIVIDED = {64: _Division(128, 7.0, 2.1), 128: _Division(128, 13.5, 1.94), 256: _Division(64, 15.0, 2.0)}
+_DECODE_LOOPS = {64: _Division(64, 6.0, 1.2), 128: _Division(64, 10.0, 1.5), 256: _Division(64, 10.5, 2.9)}
+
+
+def choose(chunks: Chunks, num_multiprocessors: int, *, may_divide: bool) -> Mapping[str, Any]:
+    """Return the options of the form that should be quickest, in the tuned table's format.
+
+    Args:
+        chunks: of heads of 64, 128 or 256.
+        num_multiprocessors: of the GPU.
+        may_divide: whether the forms that divide positions can take the tensors.
+    """
+    longest_rows = chunks.longest * chunks.group
+    if longest_rows <= _FEW_ROWS and chunks.max_context_len <= _FEW_POSITIONS:
+        return rule(longest_rows, chunks.head_dim, 2)
+    two = _TWO_GROUPS[chunks.head_dim]
+    times = {_two_groups: _walking_us(two, chunks, num_multiprocessors)}
+    if chunks.head_dim == 128:
+        times[_three_groups] = _walking_us(_THREE_GROUPS, chunks, num_multiprocessors)
+    if may_divide and chunks.max_context_len > _FEW_POSITIONS:
+        margin = _UNKNOWN if chunks.num_sequences > 1 else 1.0
+        divided, loops = _DIVIDED[chunks.head_dim], _DECODE_LOOPS[chunks.head_dim]
+        slots = _decode_slots(chunks, num_multiprocessors)
+        times[_two_groups_divided] = margin * _divided_us(divided, chunks, two.rows, num_multiprocessors)
+        times[_decode_loops] = margin * _divided_us(loops, chunks, rows_of_program(longest_rows), slots)
+    return min(times, key=times.__getitem__)(chunks, num_multiprocessors)
+
+
+def invariant_options(head_dim: int) -> Mapping[str, Any]:
+    """Return options that are the same for all chunks."""
+    return _groups(head_dim, 2)
+
+
+def hopper_options(head_dim: int) -> tuple[Mapping[str, Any], ...]:
+    """Return all options of the kernel for Hopper that `choose` may return, but for the number of slots."""
+    divided = _groups(head_dim, 2) | {"TURNS": False, "slots": 132}
+    return (_groups(head_dim, 2), *((_groups(head_dim, 3),) if head_dim == 128 else ()), divided)
+
+
+def _groups(head_dim: int, groups: int) -> dict[str, Any]:
+    """Options of the form for Hopper; heads of 64 leave warpgroups that do not take turns too much idle."""
+    return {
+        "GROUPS": groups,
+        "BN": 128 if groups == 2 and head_dim <= 128 else 64,
+        "STAGES": 2 if groups == 2 else 4,
+        "TURNS": groups == 3 or head_dim == 64,
+        "PIN": False,
+        "PERSISTENT": groups == 2,
+    }
+
+
+def _two_groups(chunks: Chunks, num_multiprocessors: int) -> Mapping[str, Any]:
+    return _groups(chunks.head_dim, 2)
+
+
+def _three_groups(chunks: Chunks, num_multiprocessors: int) -> Mapping[str, Any]:
+    return _groups(chunks.head_dim, 3)
+
+
+def _two_groups_divided(chunks: Chunks, num_multiprocessors: int) -> Mapping[str, Any]:
+    return _groups(chunks.head_dim, 2) | {"TURNS": False, "slots": num_multiprocessors}
+
+
+def _decode_loops(chunks: Chunks, num_multiprocessors: int) -> Mapping[str, Any]:
+    is_wide = chunks.head_dim > 128
+    return {
+        "tile": 64,
+        "rows": rows_of_program(chunks.longest * chunks.group),
+        "swap": False,
+        "stages": 2 if is_wide else 3,
+        "warps": 8 if is_wide else 4,
+        "slots": _decode_slots(chunks, num_multiprocessors),
+        "shares": True,
+        "pdl": True,
+    }
+
+
+def _decode_slots(chunks: Chunks, num_multiprocessors: int) -> int:
+    return num_multiprocessors * (1 if chunks.head_dim > 128 else 2)
+
+
+def _walking_us(form: _Walk, chunks: Chunks, num_multiprocessors: int) -> float:
+    """Time of programs of one tile of rows each."""
+    mean_rows = chunks.num_rows / chunks.num_sequences
+    prefix = (chunks.max_context_len - chunks.longest) * (_PREFIX if chunks.num_sequences > 1 else 1)
+    most = chunks.num_sequences * -(-chunks.longest * chunks.group // form.rows)
+    num_tiles = min(chunks.num_rows * chunks.group // form.rows + chunks.num_sequences, most)
+    first_rows = min(mean_rows, form.rows / chunks.group)  # of a chunk's first tile
+    mean_steps = math.ceil((prefix + (first_rows + mean_rows) / 2) / form.keys)
+    rounds = num_tiles * chunks.num_kv_heads / num_multiprocessors
+    evenness = (prefix + first_rows) / (prefix + mean_rows)
+    longest_steps = math.ceil(chunks.max_context_len / form.keys)
+    uneven = max(longest_steps, (rounds + (_UNEVEN if rounds > 1 else 0)) * mean_steps)
+    even = math.ceil(rounds) * mean_steps
+    if chunks.num_sequences > 1:
+        even = max(even, longest_steps)
+    steps = evenness * even + (1 - evenness) * uneven
+    return form.start_us + form.step_us * steps + form.round_us * (rounds + max(1, math.ceil(rounds))) / 2
+
+
+def _divided_us(form: _Division, chunks: Chunks, rows: int, slots: int) -> float:
+    """Time of programs of a share of the positions, for one tile of rows each."""
+    num_programs = chunks.num_kv_heads * -(-chunks.longest * chunks.group // rows)
+    num_shares = max(1, slots // num_programs)
+    positions = chunks.max_context_len
+    if chunks.num_sequences > 1:
+        mean_rows = chunks.num_rows / chunks.num_sequences
+        positions = chunks.num_sequences * int(_PREFIX * (positions - chunks.longest) + mean_rows)
+    steps: float = math.ceil(positions / form.keys / num_shares)
+    if chunks.num_sequences > 1:
+        steps += chunks.num_sequences / 2  # pieces of sequences that end in between
+    return form.start_us + form.step_us * steps * max(1, -(-num_programs // slots))
