@@ -1,13 +1,13 @@
 """Request bodies: reads them within a limit, validates them as models, or translates them into a chat's body."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from baton.core.errors import InvalidGrammar, InvalidRequest, InvalidSampling, RequestCancelled
+from baton.core.errors import ConflictingOptions, InvalidGrammar, InvalidRequest, InvalidSampling, RequestCancelled
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.options import Wire
 from baton.router.openai.reply import HttpRefusal
@@ -136,10 +136,19 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 _ONE_ANSWER = (None, 1)
+_MERGED = "chat_template_kwargs"  # `data` adds to those of the body
 
 
 class Translated(Wire):
-    """One of them. Fields that it does not name are those of a chat, and are read, refused or ignored as there."""
+    """One of them. Fields that it does not name are those of a chat, and are read, refused or ignored as there.
+
+    Attributes:
+        renamed: this API's names of a chat's fields.
+        unanswered: fields of a chat that ask for what this API's replies have no place for.
+    """
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+    unanswered: ClassVar[tuple[str, ...]] = ("prompt_logprobs", "return_token_ids", "return_timings")
 
     def data(self) -> dict[str, Any]:
         """Translate the body into a chat's.
@@ -157,9 +166,18 @@ class Translated(Wire):
         """Translate the body into a chat request.
 
         Raises:
-            InvalidRequest: the body is not valid as a chat.
+            InvalidRequest: the body is not valid as a chat, or asks for what the reply cannot hold.
+            ConflictingOptions: a chat's field differs from this API's field for the same.
         """
-        more = self.model_extra or {}
+        more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         if more.get("n") not in _ONE_ANSWER:
             raise InvalidRequest("n is not supported: there is one answer", field="n")
-        return as_model(more | {name: value for name, value in self.data().items() if value is not None}, ChatRequest)
+        for name in self.unanswered:
+            if more.get(name, False) is not False:  # 0 is a number of log-probabilities
+                raise InvalidRequest(f"{name} is not supported: replies here have no place for it", field=name)
+        data = {name: value for name, value in self.data().items() if value is not None}
+        for name in more.keys() & data.keys() - {_MERGED}:
+            if more[name] != data[name]:
+                own = self.renamed.get(name, "another field")
+                raise ConflictingOptions(f"{name} and {own} differ; give only one of them", field=name)
+        return as_model(more | data, ChatRequest)

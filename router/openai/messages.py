@@ -1,8 +1,8 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: chats in the format of Anthropic's API."""
 
 import json
-from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -89,6 +89,13 @@ class OutputConfig(Wire):
 
 class CountTokensRequest(Translated):
     """A conversation, whose tokens are to be counted."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences",
+        "response_format": "output_config",
+        "max_completion_tokens": "max_tokens",
+    }
+    unanswered: ClassVar[tuple[str, ...]] = (*Translated.unanswered, "logprobs")
 
     model: Name | None = None
     messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -356,7 +363,7 @@ class Messages(Chats):
     manner = MessagesManner(
         names_events=True,
         done=b"",
-        renamed={"stop": "stop_sequences", "response_format": "output_config", "max_completion_tokens": "max_tokens"},
+        renamed=MessagesRequest.renamed,
     )
 
     def call(self, asked: ChatRequest, understood: Understood) -> MessagesCall:

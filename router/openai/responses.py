@@ -1,6 +1,7 @@
 """`/v1/responses`: chats in the format of OpenAI's newer API. Nothing is stored."""
 
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -19,6 +20,12 @@ MAX_INCLUDED: Final = 64
 MAX_METADATA: Final = 16
 MAX_METADATA_LEN: Final = 512
 LOGPROBS: Final = "message.output_text.logprobs"
+# What else OpenAI's API can include. Responses here have none of it, as tools do not run on the server.
+_NEVER_INCLUDED: Final = frozenset(
+    "code_interpreter_call.outputs computer_call_output.output.image_url file_search_call.results "
+    "message.input_image.image_url reasoning.encrypted_content web_search_call.action.sources "
+    "web_search_call.results".split()
+)
 _TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _FROM_CHAT: Final = ("model", "stream", "temperature", "top_p", "top_logprobs", "parallel_tool_calls")
 
@@ -94,6 +101,15 @@ class Reasoning(Wire):
 class ResponsesRequest(Translated):
     """What it asks."""
 
+    renamed: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text",
+        "reasoning_effort": "reasoning",
+        "truncate_prompt_tokens": "truncation",
+    }
+
     model: Name | None = None
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: Text | None = None
@@ -115,7 +131,14 @@ class ResponsesRequest(Translated):
     prompt: None = None  # prompts cannot be stored
 
     def data(self) -> dict[str, Any]:
-        """Translate the request into a chat's body."""
+        """Translate the request into a chat's body.
+
+        Raises:
+            InvalidRequest: an item cannot be read, or `include` has an unknown name.
+        """
+        unknown = next((name for name in self.include or () if name not in {LOGPROBS, *_NEVER_INCLUDED}), None)
+        if unknown is not None:
+            raise InvalidRequest(f"include: {unknown[:64]!r} is not known", field="include")
         format_, choice = None if self.text is None else self.text.format, self.tool_choice
         reports = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
         return {name: getattr(self, name) for name in _FROM_CHAT} | {
@@ -445,14 +468,7 @@ class Responses(Chats):
     manner = ResponsesManner(
         names_events=True,
         done=b"",
-        renamed={
-            "messages": "input",
-            "max_completion_tokens": "max_output_tokens",
-            "max_tokens": "max_output_tokens",
-            "response_format": "text",
-            "reasoning_effort": "reasoning",
-            "truncate_prompt_tokens": "truncation",
-        },
+        renamed=ResponsesRequest.renamed,
     )
 
     def call(self, asked: ChatRequest, understood: Understood) -> ResponsesCall:

@@ -353,6 +353,16 @@ BAD = [
     ({"top_p": 0}, "top_p"),
     ({"echo": True}, "echo"),
     ({"gbnf": "x"}, "gbnf"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"return_token_ids": True}, "return_token_ids"),
+    ({"return_timings": True}, "return_timings"),
+    ({"stop_sequences": ["a"], "stop": "b"}, "stop_sequences"),
+    (
+        {"messages": [*HI, {"role": "assistant", "content": "so"}], "add_generation_prompt": True},
+        "add_generation_prompt",
+    ),
+    ({"output_config": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort"),
 ]
 
 

@@ -239,6 +239,16 @@ BAD = [
     ({"n": 2}, "n"),
     ({"temperature": "hot"}, "temperature"),
     ({"json_schema": {}}, "json_schema"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"return_token_ids": True}, "return_token_ids"),
+    ({"return_timings": True}, "return_timings"),
+    ({"include": ["reasoning.encrypted_content", "message.output_text.logprob"]}, "include"),
+    ({"messages": [{"role": "user", "content": "another"}]}, "input"),
+    ({"max_output_tokens": 3, "max_completion_tokens": 5}, "max_output_tokens"),
+    ({"text": {"format": {"type": "text"}}, "response_format": {"type": "json_object"}}, "text"),
+    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning"),
+    ({"truncation": "auto", "truncate_prompt_tokens": 7}, "truncation"),
+    ({"top_logprobs": 1, "logprobs": False}, "logprobs"),
 ]
 
 
@@ -254,6 +264,10 @@ async def test_what_a_client_can_do_wrong_with_responses():
         with pytest.raises(openai.NotFoundError):
             await client.responses.create(model="gpt-9", input="hi")
         assert sent_to(running) == []
+        harmless = {"return_token_ids": False, "prompt_logprobs": None, "include": ["reasoning.encrypted_content"]}
+        same = {"max_output_tokens": 3, "max_completion_tokens": 3}
+        status, _, _ = await post(running.url, PATH, {"input": "hi"} | harmless | same)
+        assert status == 200
         _, fields, _ = await post(running.url, PATH, {"input": "hi", "store": True, "user": "u", "other": 1})
         assert fields["x-baton-ignored"] == "other"
 
