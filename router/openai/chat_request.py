@@ -20,6 +20,8 @@ from baton.router.openai.limits import (
 )
 from baton.router.openai.options import MAX_TOP_LOGPROBS, CommonOptions, Wire
 
+# Fields in which clients of older or other models send a message's content.
+_UNREAD = {"function_call": "use tool_calls", "audio": "messages are text"}
 NEED_CONTENT = ("system", "developer", "user", "tool")  # for other roles, the template decides
 
 
@@ -75,13 +77,17 @@ class Message(Wire):
     reasoning: Text | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Name | None = None
+    refusal: Text | None = None  # an assistant's content, if it refused to answer
 
     def as_data(self, field: str) -> dict[str, Any]:
         """Build what a template reads: content as one string, and a call's arguments as an object if they are one.
 
         Raises:
-            InvalidRequest: content is missing, or is not text.
+            InvalidRequest: content is missing, is not text, or is in a field that no template reads.
         """
+        for name, why in _UNREAD.items():
+            if (self.model_extra or {}).get(name) is not None:
+                raise InvalidRequest(f"{field}: {name} is not supported: {why}", field="messages")
         if self.content is None and self.role in NEED_CONTENT:
             raise InvalidRequest(f"{field}: content is missing", field="messages")
         role = "system" if self.role == "developer" else self.role
@@ -98,8 +104,10 @@ class Message(Wire):
         return data
 
     def _text(self, field: str) -> str:
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
+        if self.content is None:
+            return self.refusal or ""
+        if isinstance(self.content, str):
+            return self.content
         texts = []
         for part in self.content:
             text = part.refusal if part.type == "refusal" else part.text

@@ -206,7 +206,7 @@ class _Messages:
             content = _content(item.output, field)
             self._made.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         elif kind == "reasoning":
-            parts = item.content if item.content is not None else item.summary or ""
+            parts = item.content or item.summary or ""
             content = _content(parts, field)
             self._new()["reasoning_content"] = (
                 content if isinstance(content, str) else "\n".join(part["text"] for part in content)

@@ -388,6 +388,17 @@ async def test_earlier_calls_and_their_results_are_shown_to_the_template():
         assert prompt_of(sent_to(running)[0]) == want
 
 
+async def test_content_of_a_message_is_in_the_prompt_or_refused_in_any_field():
+    said = {"role": "assistant", "content": None, "refusal": "never", "function_call": None, "audio": None}
+    async with served() as (running, client):
+        await chat(client, [said])
+        assert prompt_of(sent_to(running)[0]) == "<assistant>never\n<assistant>"
+        for elsewhere in ({"function_call": {"name": "f", "arguments": "{}"}}, {"audio": {"id": "a"}}):
+            with pytest.raises(openai.BadRequestError, match=f"messages.0.: {next(iter(elsewhere))} is not supported"):
+                await chat(client, [said | elsewhere])
+        assert len(sent_to(running)) == 1
+
+
 async def test_half_of_a_character_in_an_earlier_call_stays_escaped():
     text = r'{"in": "\uD83D", "\udc00": "Rome"}'
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": text}}

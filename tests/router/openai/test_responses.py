@@ -167,7 +167,7 @@ def test_items_become_messages():
             {"type": "function_call", "call_id": "b", "name": "weather", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "a", "output": "sun"},
             {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "rain"}]},
-            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}], "content": []},
             {"type": "function_call", "call_id": "c", "name": "weather"},
             {"role": "assistant", "content": "one"},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
