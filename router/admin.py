@@ -17,7 +17,7 @@ from baton.router.attempt.migration import Migration, RetryBudget
 from baton.router.desired_state import DesiredScale, DesiredSpeculation
 from baton.router.metrics import RouterMetrics
 from baton.router.placement.local_prefill import NEVER
-from baton.router.placement.members import DECODE, MAX_WORKERS, PREFILL, Member, Members
+from baton.router.placement.members import DECODE, MAX_WORKERS, Member, Members
 from baton.router.placement.policy import require
 from baton.router.placement.refusals import Refusals
 from baton.router.placement.starting import StartingWorkers
@@ -154,7 +154,7 @@ class AdminService(Operations):
             local_prefill=admin_pb2.LocalPrefill(
                 mode=self._local.mode,
                 num_choices={f"{path}: {why}": num for (path, why), num in self._local.choices.items()},
-                only_way=not self._members.live(PREFILL) and self._local.suffices(self._members.live(DECODE)),
+                only_way=not self._local.has_prefill() and self._local.suffices(self._migration.drains.live(DECODE)),
             ),
         )
 

@@ -140,7 +140,7 @@ class RouterServer:
         self.members = Members(self._clock, config.alive_s)
         self.metrics.registry.register(WorkerCollector(self.members))
         self.refusals = Refusals(self.members)
-        self.local = LocalPrefill(config.local_prefill)
+        self.local = LocalPrefill(config.local_prefill, lambda: bool(self.migration.drains.live(PREFILL)))
         self.metrics.registry.register(LocalPrefillCollector(self.local))
         watch = CanaryWatch(config.canary, _log_fitness)
         self.migration = Migration(config.migration, self.members, self._clock, self.metrics, self.local, watch)
@@ -197,18 +197,18 @@ class RouterServer:
     def _make_admission_queue(self) -> AdmissionQueue | None:
         if self.config.max_wait_s == 0.0:
             return None
-        policy = self._policy
+        policy, drains = self._policy, self.migration.drains
 
         def cached_len(request: GenerationRequest) -> int:
             if not isinstance(policy, LeastCost):
                 return 0
-            return policy.cached_len(self.members.live(PREFILL), self.members.live(DECODE), request)
+            return policy.cached_len(drains.live(PREFILL), drains.live(DECODE), request)
 
         num = self.config.max_queue_len
         most = MAX_RUNNING if num is None else max(num, MAX_RUNNING)
         limits = QueueLimits(max_wait_s=self.config.max_wait_s, max_waiting=num, max_running=most)
         role = DECODE if self.config.local_prefill == ALWAYS else PREFILL
-        admission_queue = AdmissionQueue(limits, self.members, self._clock, cached_len, role)
+        admission_queue = AdmissionQueue(limits, drains, self._clock, cached_len, role)
         self.metrics.registry.register(AdmissionCollector(admission_queue.queue))
         return admission_queue
 

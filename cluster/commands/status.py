@@ -107,5 +107,5 @@ def local_lines(local: dict[str, Any] | None, *, has_prefill: bool) -> list[str]
         counts = ", ".join(f"{name} {count}" for name, count in sorted(choices.items()))
         lines.append(f"prompts by the way they went: {counts}")
     if local is not None and local["only_way"] and has_prefill:  # otherwise it is intended: --prefill 0
-        lines.append("no prefill worker is alive: decode workers compute prompts")
+        lines.append("no prefill worker takes requests: decode workers compute prompts")
     return lines

@@ -351,14 +351,18 @@ def check_ranks(status: admin_pb2.StatusReply) -> list[Finding]:
 
 
 def check_prefill(status: admin_pb2.StatusReply) -> Iterator[Finding]:
-    """Report whether decode workers compute all prompts, because there are no prefill workers."""
+    """Report whether decode workers compute all prompts, because no prefill worker takes requests."""
     if not status.local_prefill.only_way:
         return
     if not any(worker.state.role == "prefill" for worker in status.workers):
         yield Finding("prefill workers", "ok", "none: decode workers compute the prompts")
         return
-    detail = "none is alive: decode workers compute the prompts"
-    yield Finding("prefill workers", "warn", detail, "look at their logs; `baton runbook scale` starts more")
+    detail = "none takes requests: decode workers compute the prompts"
+    drained = [
+        one.state.worker_id for one in status.workers if one.state.role == "prefill" and one.draining and one.alive
+    ]
+    undo = f"`baton drain {drained[0]} --undo`" if drained else "look at their logs"
+    yield Finding("prefill workers", "warn", detail, f"{undo}; `baton runbook scale` starts more")
 
 
 def check_silence(status: admin_pb2.StatusReply) -> Iterator[Finding]:

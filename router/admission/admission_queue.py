@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from baton.core.clock import Clock
 from baton.core.errors import BatonError, RequestDeadlineExceeded, as_internal
@@ -19,7 +19,7 @@ from baton.core.requests.request import GenerationRequest
 from baton.router.admission.admission import Capacity, RequestWork
 from baton.router.admission.deficit_round_robin import Ticket
 from baton.router.admission.fair_queue import FairQueue, QueueLimits
-from baton.router.placement.members import DECODE, PREFILL, Member, Members
+from baton.router.placement.members import DECODE, PREFILL, Member
 
 WEIGHT: Final = 0.05  # minimum weight of the newest measurement
 HALF_LIFE_S: Final = 5.0
@@ -80,6 +80,14 @@ OVERCOMMIT: Final = 2.0
 SPARE_SEQS: Final = 1.25
 
 
+class TakingWorkers(Protocol):
+    """The workers that take new requests."""
+
+    def live(self, role: str) -> Sequence[Member]:
+        """Those of a role."""
+        ...
+
+
 class AdmissionTicket:
     """A request's place; always call `leave`. It leaves by itself when workers have sent the end of all its answers."""
 
@@ -128,7 +136,7 @@ class AdmissionQueue:
 
     Args:
         limits: limits of the queue.
-        members: workers whose capacity counts.
+        members: workers that take new requests; their capacity counts.
         clock: clock of the deadlines.
         cached_len: how many of a request's prompt tokens some worker is known to have cached.
         prefill_role: role of the workers that compute prompts; decode workers if there are none of that role.
@@ -137,7 +145,7 @@ class AdmissionQueue:
     def __init__(
         self,
         limits: QueueLimits,
-        members: Members,
+        members: TakingWorkers,
         clock: Clock,
         cached_len: Callable[[GenerationRequest], int],
         prefill_role: str = PREFILL,

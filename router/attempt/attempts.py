@@ -278,11 +278,8 @@ class Attempts:
             role: the workers' role.
             is_again: filter as after a first attempt.
         """
-        in_flight_tracker, draining = (
-            self._context.in_flight_tracker,
-            self._context.in_flight_tracker.drains.incarnations(),
-        )
-        live = [member for member in in_flight_tracker.members.live(role) if member.incarnation not in draining]
+        in_flight_tracker = self._context.in_flight_tracker
+        live = in_flight_tracker.drains.live(role)
         if is_again or self._answer.tried:  # the first attempt was already checked against all workers
             live = [member for member in self._outcasts.heard(live) if fits(self.request, member)]
         live = [member for member in live if not in_flight_tracker.canary.is_unfit(member.incarnation)] or live

@@ -119,11 +119,7 @@ class Migration:
 
         If decode workers compute prompts, no prefill worker is needed.
         """
-        draining = self.drains.incarnations()
-        prefill, decode = (
-            [member for member in self._members.live(role) if member.incarnation not in draining]
-            for role in (PREFILL, DECODE)
-        )
+        prefill, decode = self.drains.live(PREFILL), self.drains.live(DECODE)
         return bool(decode) and (bool(prefill) or self.in_flight_tracker.local.suffices(decode))
 
     def admit(self, request: GenerationRequest) -> None:

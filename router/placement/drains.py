@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from baton.core.clock import Clock
 from baton.core.errors import InvalidRequest
-from baton.router.placement.members import Incarnation, Members
+from baton.router.placement.members import Incarnation, Member, Members
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,11 @@ class Drains:
     def incarnations(self) -> Set[Incarnation]:
         """Incarnations that get no new requests."""
         return {drain.incarnation for drain in self._drains.values()}
+
+    def live(self, role: str) -> list[Member]:
+        """Live workers of a role that take new requests, by name."""
+        draining = self.incarnations()
+        return [member for member in self._members.live(role) if member.incarnation not in draining]
 
     def ended(self, wanted: Mapping[str, int]) -> Set[Incarnation]:
         """Drained incarnations that are gone, in roles where at least as many others live as wanted."""

@@ -6,7 +6,7 @@ decode workers are able. If no prefill worker takes requests, prompts go to deco
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily
@@ -23,6 +23,7 @@ MODES: Final = (AUTO, NEVER, ALWAYS)
 LOCAL: Final = "local"
 SPLIT: Final = "split"
 ONLY_WAY: Final = "no_prefill_worker"
+NO_OTHER: Final = "no_other_prefill_worker"  # for this request; others may have one
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +33,16 @@ class LocalPrefill:
 
     Args:
         mode: one of MODES.
+        has_prefill: whether any prefill worker takes requests.
     """
 
-    def __init__(self, mode: str = NEVER) -> None:
+    def __init__(self, mode: str = NEVER, has_prefill: Callable[[], bool] = lambda: False) -> None:
         assert mode in MODES
         self.mode = mode
+        self.has_prefill = has_prefill
         self.choices: Counter[tuple[str, str]] = Counter()  # number of attempts, by path and reason
         self.is_only_way = False
-        self._has_prefill = False  # whether there was ever a prefill worker
+        self._had_prefill = False  # whether there was ever a prefill worker
 
     def able(
         self, decode: Sequence[Member], excluded: Set[tuple[Incarnation, Incarnation]] = frozenset()
@@ -65,7 +68,7 @@ class LocalPrefill:
         request: GenerationRequest | None = None,
     ) -> list[Member]:
         """Decode workers one of which must compute the prompt; empty if a prefill worker may."""
-        self._has_prefill = self._has_prefill or bool(prefill)
+        self._had_prefill = self._had_prefill or bool(prefill)
         if prefill and (self.mode != ALWAYS or _is_split_only(request)):
             return []
         return self.able(decode, excluded)
@@ -92,13 +95,15 @@ class LocalPrefill:
     def chosen(self, path: str, reason: str) -> None:
         """Count an attempt's path, and log when decode workers start to compute prompts for lack of prefill workers."""
         self.choices[path, reason] += 1
-        if reason == ONLY_WAY and not self.is_only_way and self._has_prefill:  # otherwise it is intended: --prefill 0
+        if reason == ONLY_WAY and not self.is_only_way and self._had_prefill:  # otherwise it is intended: --prefill 0
             log.warning("no prefill worker takes requests: decode workers compute prompts until one does")
         self.is_only_way = reason == ONLY_WAY
 
     def required_reason(self, prefill: Sequence[Member]) -> str:
-        """Why `required` returned any workers."""
-        return ALWAYS if prefill else ONLY_WAY
+        """Why `required` returned any workers; `prefill` are those that the request may use."""
+        if prefill:
+            return ALWAYS
+        return NO_OTHER if self.has_prefill() else ONLY_WAY
 
 
 def _is_split_only(request: GenerationRequest | None) -> bool:

@@ -78,4 +78,4 @@ def test_status_says_that_prefill_workers_are_gone_only_where_there_were_some():
     data = as_data(reply) | {"address": "here", "decode": []}
     assert "no prefill worker" not in format_status(data), "it was served with --prefill 0"
     reply.workers.add(alive=False).state.role = "prefill"
-    assert "no prefill worker is alive" in format_status(as_data(reply) | {"address": "here", "decode": []})
+    assert "no prefill worker takes requests" in format_status(as_data(reply) | {"address": "here", "decode": []})

@@ -22,7 +22,12 @@ def test_without_prefill_workers_it_depends_whether_there_were_any():
     status.local_prefill.only_way = True
     assert [found.level for found in doctor.check_prefill(status)] == ["ok"]
     status.workers.add().state.role = "prefill"  # that died
-    assert [found.level for found in doctor.check_prefill(status)] == ["warn"]
+    (found,) = doctor.check_prefill(status)
+    assert (found.level, "--undo" in found.next) == ("warn", False)
+    drained = status.workers.add(alive=True, draining=True).state
+    drained.role, drained.worker_id = "prefill", "p1"
+    (found,) = doctor.check_prefill(status)
+    assert found.level == "warn" and "`baton drain p1 --undo`" in found.next
 
 
 def test_versions_are_compared_with_the_tested_ones():

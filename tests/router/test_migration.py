@@ -17,8 +17,10 @@ from baton.core.errors import (
 )
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import admin_pb2, admin_pb2_grpc
+from baton.router.admission.fair_queue import FairQueue
 from baton.router.attempt.attempts import Attempts
 from baton.router.attempt.migration import MigrationConfig
+from baton.router.placement.least_cost import LeastCost
 from baton.tests.router.fakes import TOKENIZER, cluster
 
 pytestmark = pytest.mark.asyncio
@@ -337,6 +339,68 @@ async def test_a_drained_worker_gets_nothing_new_and_is_left_after_the_grace():
         reply = await admin(running).Drain(admin_pb2.DrainRequest(worker_id=drained, undo=True))
         assert not reply.draining
         await running.idle(3.0)
+
+
+async def drain(running, *names, grace_ms=60_000):
+    for name in names:
+        await admin(running).Drain(admin_pb2.DrainRequest(worker_id=name, grace_ms=grace_ms))
+
+
+@pytest.mark.fast
+async def test_a_draining_worker_is_no_capacity_of_the_queue(monkeypatch):
+    """What waits is promised by what the other workers do; and where no prefill worker is left, decode workers know."""
+    monkeypatch.setattr(FairQueue, "num_waiting_tokens", 30)
+    async with cluster(2, 0, local_prefill="auto", max_wait_s=None) as running:
+        for at in range(3):
+            await running.add("decode", f"decode-{at}", can_prefill=True)
+        admission_queue = running.router._admission_queue
+        admission_queue.look()
+        whole = admission_queue.queue.capacity
+        await drain(running, "prefill-0", "decode-0")
+        admission_queue.look()
+        rest = admission_queue.queue.capacity
+        assert (whole.num_workers, rest.num_workers) == (2, 1)
+        assert rest.num_positions == whole.num_positions * 2 // 3 > 0
+        assert admission_queue.num_queued_tokens() == 0, "prefill-1 computes the prompts"
+        assert not (await status_of(running)).local_prefill.only_way
+        await drain(running, "prefill-1")
+        admission_queue.look()
+        assert admission_queue.queue.capacity.num_workers == 2, "the decode workers that are left"
+        assert admission_queue.num_queued_tokens() == 15
+        assert (await status_of(running)).local_prefill.only_way
+        await drain(running, "decode-1", "decode-2")
+        assert not (await status_of(running)).local_prefill.only_way, "there is no way"
+
+
+@pytest.mark.fast
+async def test_a_draining_workers_cache_is_no_promise(monkeypatch):
+    seen = []
+    monkeypatch.setattr(LeastCost, "cached_len", lambda _, *members: seen.append(members[:2]) or 0)
+    async with cluster(2, 2, max_wait_s=None, routing="prefix") as running:
+        await drain(running, "prefill-1", "decode-0")
+        await Reading(running).task
+    assert [[member.state.worker_id for member in role] for role in seen[0]] == [["prefill-0"], ["decode-1"]]
+
+
+@pytest.mark.fast
+async def test_a_stream_that_leaves_a_draining_decode_worker_says_nothing_of_prefill_workers(caplog):
+    async with cluster(1, 0, local_prefill="auto") as running:
+        for at in range(2):
+            await running.add("decode", f"decode-{at}", can_prefill=True)
+        running.script.answer = ANSWER
+        running.script.decode_hangs_after = 4
+        reading = Reading(running)
+        await reading.until(5)
+        running.script.decode_hangs_after = None
+        await drain(running, serving(running, "decode"), grace_ms=0)
+        await reading.task
+        assert (reading.text, reading.stats[0].path) == (ANSWER, "local")
+        assert running.router.local.choices["local", "no_other_prefill_worker"] == 1
+        assert "no prefill worker takes requests" not in caplog.text
+        await drain(running, "prefill-0")
+        await Reading(running).task
+        assert running.router.local.choices["local", "no_prefill_worker"] == 1
+        assert caplog.text.count("no prefill worker takes requests") == 1
 
 
 async def test_where_all_drain_the_error_says_so():
