@@ -16,6 +16,7 @@ from baton.proto.wire import held
 
 ERROR_KEY = "baton-error"
 TIMEOUT_S = 5.0
+_MISNAMED = ("hostname verification", "is not in peer certificate")  # gRPC's words, by version
 
 
 def open_channel(address: str, access: Access | None = None) -> grpc.Channel:
@@ -40,23 +41,8 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> BatonError:
                 return malformed
     code = error.code() if isinstance(error, grpc.Call) else None
     details = (error.details() or "") if isinstance(error, grpc.Call) else ""
-    if is_refused_certificate(error):
-        message = f"{address} and this end do not accept each other's certificates: {details}"
-        return StartupError(message, address=address)
-    if code is grpc.StatusCode.UNAVAILABLE and "Failed parsing HTTP/2" in details:
-        message = f"what answers at {address} does not speak gRPC; use an address of gRPC that `baton serve` printed"
-        return StartupError(message, address=address)
-    if code is grpc.StatusCode.UNAVAILABLE and "errors resolving" in details:
-        host = address.rpartition(":")[0]
-        return StartupError(f"no deployment at {address}: the name {host} does not resolve", address=address)
-    if code is grpc.StatusCode.UNAVAILABLE:
-        is_closed = (
-            "failed to connect" in details and "Connection refused" not in details
-        )  # as a server does that expects TLS
-        perhaps = ", or it speaks TLS: give --tls-ca-file" if is_closed and not address.startswith("unix:") else ""
-        if current_access().tls.is_on:
-            perhaps = ", or it does not accept this certificate"
-        return StartupError(f"no deployment answers at {address}{perhaps}; `baton serve` starts one", address=address)
+    if code is grpc.StatusCode.UNAVAILABLE or is_refused_certificate(error):
+        return StartupError(_unreached(error, details, address), address=address)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return StartupError(f"{address} did not answer in time", address=address, timed_out=True)
     if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -65,6 +51,27 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> BatonError:
     if not isinstance(error, grpc.Call):
         return BatonError(f"the call to {address} failed: {error}", address=address)
     return BatonError(f"{address} answered {error.code().name}: {error.details()}", address=address)
+
+
+def _unreached(error: grpc.RpcError, details: str, address: str) -> str:
+    """Why nothing was reached at an address, from gRPC's words."""
+    host = address.rpartition(":")[0]
+    if any(sign in details.lower() for sign in _MISNAMED):
+        name = current_access().tls.server_name or host
+        return f"the certificate of {address} does not name {name}; --tls-server-name gives the name that it has"
+    if is_refused_certificate(error):
+        return f"{address} and this end do not accept each other's certificates: {details}"
+    if "Failed parsing HTTP/2" in details:
+        return f"what answers at {address} does not speak gRPC; use an address of gRPC that `baton serve` printed"
+    if "errors resolving" in details:
+        return f"no deployment at {address}: the name {host} does not resolve"
+    is_closed = "Connection refused" not in details and not address.startswith("unix:")
+    perhaps = ""
+    if current_access().tls.is_on and is_closed:
+        perhaps = ", or it does not accept this certificate"
+    elif "failed to connect" in details and is_closed:  # as a server does that expects TLS
+        perhaps = ", or it speaks TLS: give --tls-ca-file"
+    return f"no deployment answers at {address}{perhaps}; `baton serve` starts one"
 
 
 def fetch_status(address: str, timeout_s: float = TIMEOUT_S, access: Access | None = None) -> admin_pb2.StatusReply:

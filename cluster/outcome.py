@@ -127,6 +127,8 @@ def next_step(error: BatonError) -> str:
     """What the operator should do about an error."""
     if isinstance(error, ModelUnsupported) and error.fields.get("option") in _MODEL_FLAGS:
         return _FLAG_STEP
+    if type(error) is StartupError and "address" in error.fields:
+        return f"run `baton doctor --address {error.fields['address']}` with the same options, then try again"
     return next(text for kind, text in _NEXT_STEPS if isinstance(error, kind))
 
 

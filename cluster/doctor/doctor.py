@@ -22,7 +22,16 @@ from baton.cluster.access import current_access
 from baton.cluster.admin import fetch_status
 from baton.cluster.commands.status import ranks_cell
 from baton.cluster.doctor.decode_report import decode_data, format_decode
-from baton.cluster.doctor.wires import PairPath, format_paths, is_loopback, paths, paths_data, wires
+from baton.cluster.doctor.wires import (
+    PairPath,
+    TlsRefusal,
+    format_paths,
+    is_loopback,
+    paths,
+    paths_data,
+    why_refused,
+    wires,
+)
 from baton.cluster.doctor.wires import Path as KvPath
 from baton.cluster.outcome import ExitCode, Output, exit_code_of, format_table
 from baton.cluster.ray.session import TESTED_RAY
@@ -170,7 +179,9 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
     try:
         status = None if address is None else fetch_status(address)
     except StartupError as error:
-        return _without_deployment(output, error, selftest=selftest)
+        tls = current_access().tls
+        refusal = why_refused(address, tls) if address is not None and tls.ca_file else None
+        return _without_deployment(output, error, refusal, selftest=selftest)
     found = [] if status is None else paths(status)
     findings = list(check_all(grpc_port if status is None else None))
     if selftest:
@@ -212,9 +223,11 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
     return code
 
 
-def _without_deployment(output: Output, error: StartupError, *, selftest: bool) -> ExitCode:
+def _without_deployment(output: Output, error: StartupError, refusal: TlsRefusal | None, *, selftest: bool) -> ExitCode:
     """Report the findings on this machine, and why there are none about the deployment."""
     step = "give an address of gRPC that `baton serve` has printed, on the host that printed it"
+    if refusal is not None:
+        error, step = StartupError(refusal.why, **error.fields), refusal.step
     findings = [*check_all(None), *([check_numerics()] if selftest else [])]
     findings.append(Finding("deployment", "fail", error.message, step))
     code = exit_code_of(error)

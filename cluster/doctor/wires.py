@@ -15,6 +15,7 @@ from typing import Any
 
 from baton.cluster.outcome import format_table
 from baton.core.kv_transports import CONTROL_CHANNELS
+from baton.core.tls_files import TlsFiles
 from baton.proto import admin_pb2, worker_pb2
 from baton.proto.roles import roles_in
 
@@ -110,6 +111,7 @@ def format_paths(found: list[Path]) -> str:
 
 TIMEOUT_S = 2.0
 GRACE_S = 0.3  # a server that wants a certificate would have refused within this time
+_ASKS_NONE = "asks for no certificate"
 _GREETING_BYTES = 64
 _MECHANISM = slice(12, 32)
 _IN_CLEAR = {b"NULL": "in clear, takes any peer", b"PLAIN": "in clear, asks for the deployment's secret"}
@@ -190,6 +192,74 @@ def probe_tls(name: str, address: str, ca_file: str = "") -> PairPath:
         return PairPath(name, address, None, f"does not answer from here: {error}")
 
 
+@dataclass(frozen=True, slots=True)
+class TlsRefusal:
+    """Why the two ends of a TLS connection do not meet.
+
+    Attributes:
+        why: the reason, in words.
+        step: what the operator should do.
+    """
+
+    why: str
+    step: str
+
+
+def why_refused(address: str, tls: TlsFiles) -> TlsRefusal | None:
+    """Find out by handshakes why a gRPC port and a client with these files do not meet; None if it is not TLS.
+
+    Args:
+        address: HOST:PORT.
+        tls: the client's files, with a CA.
+    """
+    name = tls.server_name or address.rpartition(":")[0].strip("[]")
+    try:
+        return _misnamed(address, tls.ca_file, name) or _unaccepted(address, tls)
+    except ssl.SSLCertVerificationError as error:
+        why = f"the certificate of {address} is not one of {tls.ca_file}: {error.verify_message}"
+        return TlsRefusal(why, "give the CA of that deployment with --tls-ca-file")
+    except ssl.SSLError:
+        why = f"{address} does not speak TLS"
+        return TlsRefusal(why, "give the address of a port that does, or leave the --tls options out")
+    except (OSError, ValueError):
+        return None
+
+
+def _misnamed(address: str, ca_file: str, name: str) -> TlsRefusal | None:
+    """The refusal of a certificate of the right CA that lacks the expected name.
+
+    Raises:
+        ssl.SSLError: another refusal, or no TLS.
+        OSError: there is no connection.
+    """
+    context = _context(ssl.CERT_REQUIRED, ca_file)
+    with _connect(address) as plain, context.wrap_socket(plain) as connection:
+        found: Any = connection.getpeercert()
+    context.check_hostname = True
+    try:
+        with _connect(address) as plain, context.wrap_socket(plain, server_hostname=name):
+            return None
+    except ssl.SSLCertVerificationError:
+        names = [str(value) for kind, value in found.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
+    why = f"the certificate of {address} names {', '.join(names) or 'no host'}, not {name}"
+    step = f"make a certificate that names {name} (docs/security-setup.md)"
+    return TlsRefusal(why, f"give --tls-server-name {names[0]}, or {step}" if names else step)
+
+
+def _unaccepted(address: str, tls: TlsFiles) -> TlsRefusal | None:
+    """The refusal of a client without a certificate, or with one that the port does not take; see `_misnamed`."""
+    context = _context(ssl.CERT_REQUIRED, tls.ca_file)
+    if tls.cert_file:
+        context.load_cert_chain(tls.cert_file, tls.key_file)
+    with _connect(address) as plain, context.wrap_socket(plain) as connection:
+        if _asks_for_certificate(connection) == _ASKS_NONE:
+            return None
+    if tls.cert_file:
+        why = f"{address} does not accept the certificate {tls.cert_file}"
+        return TlsRefusal(why, "give one of the CA that this port requires (docs/security-setup.md)")
+    return TlsRefusal(f"{address} asks for a certificate", "give --tls-cert-file and --tls-key-file")
+
+
 def probe_zmq(name: str, address: str) -> PairPath:
     """Find out from its greeting whether a ZMQ port uses CURVE (ZMTP 3: bytes 12 to 32 name the mechanism)."""
     try:
@@ -249,9 +319,9 @@ def _asks_for_certificate(connection: ssl.SSLSocket) -> str:
     connection.settimeout(GRACE_S)
     try:
         if connection.recv(1):
-            return "asks for no certificate"
+            return _ASKS_NONE
     except TimeoutError:
-        return "asks for no certificate"
+        return _ASKS_NONE
     except OSError:
         pass
     return "asks for certificates"

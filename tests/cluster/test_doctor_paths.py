@@ -85,6 +85,7 @@ def test_a_deployment_that_does_not_answer_is_a_finding_beside_those_of_this_mac
     assert data["error"] == "StartupError"
     assert [(one["name"], one["level"]) for one in data["findings"]] == [("one", "ok"), ("deployment", "fail")]
     assert "baton doctor" not in said.err + data["next"], "it was that"
+    assert "certificate" not in said.err, "nothing listens there"
 
 
 def test_transports_of_this_machine_are_named(monkeypatch):

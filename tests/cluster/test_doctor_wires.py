@@ -1,15 +1,20 @@
 """What `baton doctor` says is encrypted: by knocking at real ports, each kind of them."""
 
+import json
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import grpc
 import pytest
 
+from baton.cluster import cli
+from baton.cluster.doctor import doctor
 from baton.cluster.doctor.doctor import check_wire
-from baton.cluster.doctor.wires import PairPath, is_loopback, probe_tls, probe_zmq, wires
+from baton.cluster.doctor.wires import PairPath, is_loopback, probe_tls, probe_zmq, why_refused, wires
 from baton.core.config import KVTransferConfig
 from baton.core.tls_files import TlsWatch
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
@@ -71,6 +76,45 @@ def test_certificates_that_are_wrong_or_soon_will_be(serve, tmp_path):
     for files in (authority.files("late", days=-1), other.files("other")):
         wrong = probe_tls("x", serve(files), str(authority.file))
         assert wrong.is_encrypted and wrong.problem and check_wire(wrong).level == "warn"
+
+
+def test_why_two_ends_of_tls_do_not_meet_is_found_out(serve, tmp_path):
+    authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b")
+    address = serve(authority.files("host", names=("baton.internal", "10.0.0.1")))
+    ours = authority.files("ours")
+    refusal = why_refused(address, ours)
+    assert refusal.why == f"the certificate of {address} names baton.internal, 10.0.0.1, not 127.0.0.1"
+    assert refusal.step.startswith("give --tls-server-name baton.internal, or make a certificate that names 127.0.0.1")
+    assert "not elsewhere" in why_refused(address, replace(ours, server_name="elsewhere")).why
+    named = replace(ours, server_name="baton.internal")
+    assert why_refused(address, named) is None, "they meet"
+    assert "is not one of" in why_refused(address, replace(named, ca_file=str(other.file))).why
+    bare = replace(named, cert_file="", key_file="")
+    assert why_refused(address, bare).step == "give --tls-cert-file and --tls-key-file"
+    strange = other.issue("strange")
+    foreign = replace(named, cert_file=strange.cert_file, key_file=strange.key_file)
+    assert "does not accept the certificate" in why_refused(address, foreign).why
+    assert "does not speak TLS" in why_refused(serve(), named).why
+    for nowhere in ("127.0.0.1:1", "nonsense", "unix:x"):
+        assert why_refused(nowhere, named) is None, nowhere
+
+
+def test_commands_say_that_a_certificate_lacks_the_name_and_doctor_which_it_has(serve, tmp_path, monkeypatch, capsys):
+    authority = Authority(tmp_path)
+    address = serve(authority.issue("host", names=("baton.internal",)))
+    monkeypatch.setattr(doctor, "check_all", lambda port: iter(()))
+    said = []
+    for command in ("status", "doctor"):
+        asked = ["baton", command, "--address", address, "--tls-ca-file", str(authority.file), "--json"]
+        monkeypatch.setattr(sys, "argv", asked)
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        assert exit.value.code == 3
+        said.append(json.loads(capsys.readouterr().out))
+    assert "does not name 127.0.0.1" in said[0]["message"]
+    assert f"`baton doctor --address {address}`" in said[0]["next"]
+    assert "names baton.internal, not 127.0.0.1" in said[1]["message"]
+    assert said[1]["next"].startswith("give --tls-server-name baton.internal")
 
 
 def test_zmq_ports(tmp_path):
