@@ -57,7 +57,7 @@ from baton.core.errors import BatonError, ConfigInvalid, WorkerStartFailed
 from baton.core.inside import DeploymentSecret
 from baton.proto import worker_pb2
 from baton.proto.secure_channel import SecureChannels
-from baton.router.access.api_keys import digest_of, new_key
+from baton.router.access.api_keys import digest_of, new_key, read_keys
 from baton.router.access.flags import security_of
 
 END_GRACE_S = 2.0
@@ -297,6 +297,7 @@ class Deployment:
         security_of(config)
         SecureChannels(config.tls)
         _require_curve_key(config)
+        _require_keys(config)
         deadline_s = time.monotonic() + config.start_timeout_s
         ids = worker_ids(config)
         num_total = len(ids) + 2
@@ -442,6 +443,21 @@ def _is_found_again(config: ServeConfig) -> bool:
     """Whether the next `baton serve` may adopt the workers of a killed one."""
     port = config.grpc_port if config.admin_port is None else config.admin_port
     return config.ray_address != "local" and port != 0
+
+
+def _require_keys(config: ServeConfig) -> None:
+    """Check that the files of keys admit anyone now. A router that runs goes on without keys: its last was revoked.
+
+    Raises:
+        ConfigInvalid: a file cannot be used, or has no key that is in force.
+    """
+    for name in ("api_keys_file", "admin_keys_file"):
+        path = getattr(config, name)
+        if path and not any(entry.expires_s > time.time() for entry in read_keys(Path(path))):
+            make = f"make one with `baton keys create NAME --tenant TENANT --file {path}`"
+            raise ConfigInvalid(
+                f"{name} {path} has no key that is in force, so every call would be refused; {make}", keys=[name]
+            )
 
 
 def _require_curve_key(config: ServeConfig) -> None:

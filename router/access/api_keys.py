@@ -211,7 +211,8 @@ class ApiKeys:
             log.error("the changed API keys are not taken, those before stay in force: %s", error.message)
             self.on_reload(False)
             return
-        log.info("API keys read again: %d in %s", len(self._entries), self._path)
+        level = logging.INFO if self._entries else logging.WARNING  # then every call is refused
+        log.log(level, "API keys read again: %d in %s", len(self._entries), self._path)
         self.on_reload(True)
 
     def _by_mark(self, entries: tuple[KeyEntry, ...]) -> dict[bytes, KeyEntry]:

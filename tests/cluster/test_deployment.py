@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import os
 import shutil
 import signal
@@ -167,6 +168,21 @@ def test_what_can_be_refused_is_refused_before_anything_starts(model, tmp_path):
     for key in ("nowhere", "config.json"):
         with pytest.raises(ConfigInvalid, match="kv_curve_key_file"), make(model, kv_curve_key_file=str(model / key)):
             pass
+    assert our_processes() == before
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["api_keys_file", "admin_keys_file"])
+def test_a_file_that_admits_nobody_is_refused_before_anything_starts(model, tmp_path, name):
+    before = our_processes()
+    late = {"name": "late", "tenant": "a", "sha256": "a" * 64, "expires": "2020-01-01T00:00:00+00:00"}
+    for at, text in enumerate(("", "# made by hand\n\n", json.dumps(late))):
+        path = tmp_path / f"{at}.keys"
+        path.write_text(text)
+        told = f"{name} {path} has no key that is in force.*baton keys create"
+        with pytest.raises(ConfigInvalid, match=told) as refused, make(model, admin_port=0, **{name: str(path)}):
+            pass
+        assert refused.value.fields["keys"] == [name]
     assert our_processes() == before
 
 

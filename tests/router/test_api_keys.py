@@ -105,6 +105,18 @@ def test_an_empty_file_admits_nobody_and_no_file_everybody(tmp_path):
     assert Authenticator().tenant_of(ANYBODY, "whoever") == "whoever"
 
 
+def test_a_file_that_loses_its_last_key_admits_nobody_from_then_on_and_says_so(tmp_path, caplog):
+    path, key = tmp_path / "keys", new_key()
+    path.write_text(line(sha256=digest_of(key)))
+    keys = ApiKeys(path, check_s=0.0)
+    assert keys.authenticate(f"Bearer {key}").name
+    path.write_text("")
+    with pytest.raises(Unauthenticated):
+        keys.authenticate(f"Bearer {key}")
+    (said,) = caplog.records
+    assert (said.levelname, "0 in" in said.getMessage()) == ("WARNING", True)
+
+
 def test_a_stream_gives_its_place_back_whatever_ends_it():
     authenticator = Authenticator(limits=ClientLimits(max_streams_per_tenant=2, max_streams_per_connection=1))
     with pytest.raises(ZeroDivisionError), authenticator.stream("a", "one"):
