@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self
+from urllib.parse import urlsplit
 
 from baton.cluster.checkpoint import require_servable
 from baton.cluster.deployment import CHECK_INTERVAL_S, Deployment
@@ -98,7 +99,11 @@ def _curl(deployment: Deployment, name: str) -> str:
         cert_file, key_file = _client_pair(config)
         flags += f" --cert {cert_file} --key {key_file}"
     body = shlex.quote(json.dumps({"model": name, "prompt": "def main():", "max_tokens": 32}))
-    url = f"{deployment.http_url}/v1/completions"
+    url, host = f"{deployment.http_url}/v1/completions", config.tls_server_name
+    if config.tls.is_on and host:  # the certificate does not name the address
+        at = urlsplit(url)
+        url = f"https://{host}:{at.port}{at.path}"
+        flags += f" --connect-to {host}:{at.port}:{at.netloc}"
     return f"try: curl {url}{flags} -H 'Content-Type: application/json' -d {body}\n"
 
 
@@ -108,6 +113,8 @@ def _access_flags(config: ServeConfig) -> str:
     if config.tls.is_on and _client_ca_file(config):
         cert_file, key_file = _client_pair(config)
         flags += f" --tls-cert-file {cert_file} --tls-key-file {key_file}"
+    if config.tls.is_on and config.tls_server_name:
+        flags += f" --tls-server-name {config.tls_server_name}"
     return flags + " --api-key-file KEY_FILE" * bool(config.api_keys_file)
 
 

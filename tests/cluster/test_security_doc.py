@@ -146,4 +146,9 @@ def test_what_serve_says_to_try_gets_in(capsys):
     assert {"--tls-cert-file", "CLIENT_CERT_FILE", "--tls-key-file", "CLIENT_KEY_FILE"} <= shown["baton"]
     assert {"--cert", "CLIENT_CERT_FILE", "--key", "CLIENT_KEY_FILE"} <= shown["curl"]
     assert not {"host.pem", "host.key"} & (shown["baton"] | shown["curl"])
+    shown = announced(capsys, **TLS, tls_server_name="baton.internal")  # the certificate names no address
+    assert {"--tls-server-name", "baton.internal", "127.0.0.1:50051"} <= shown["baton"]
+    assert {"--connect-to", "baton.internal:8000:127.0.0.1:8000"} <= shown["curl"]
+    assert "https://baton.internal:8000/v1/completions" in shown["curl"]
+    assert "--tls-server-name" not in keys["baton"] and "--connect-to" not in keys["curl"]
     assert {word for word in keys["baton"] | shown["baton"] if word.startswith("--")} <= set(flags_of("generate"))
