@@ -477,6 +477,8 @@ class Engine:
             chosen = self.scheduler.chunks(budget_len)
             num_computed = sum(chunk.length for _, chunk in chosen)
             self.num_queued_tokens = max(0, self.num_queued_tokens - num_computed)
+        elif self.num_queued_tokens and all(item.is_received for item in self.scheduler.waiting()):
+            self.num_queued_tokens = 0  # the queue went away, or to prefill workers: the next prompt tells
         if not decode.slots and not chosen:
             return False
         step = Step(

@@ -376,6 +376,25 @@ def test_prompts_that_wait_elsewhere_count_until_as_many_tokens_were_computed(mo
     assert engine.engine.num_queued_tokens == 0, "never less"
 
 
+def test_prompts_that_wait_elsewhere_are_forgotten_once_none_comes(monkeypatch):
+    """They were cancelled, or others compute them; else a prompt computed again would count as the first of many."""
+    engine = toy_engine(k=2, chunk_len=12, max_num_sequences=2, scheduling="sync")
+    asked, length = [], engine.engine.budget.length
+    monkeypatch.setattr(engine.engine.budget, "length", lambda *given: asked.append(given) or length(*given))
+    for prompt in ([1, 2, 3], [4] * 5):
+        engine.submit(request_of(prompt, max_tokens=30, ignore_eos=True))
+        engine.step()
+    engine.engine.num_queued_tokens = 1000
+    engine.submit(request_of([5] * 7, max_tokens=30, ignore_eos=True))
+    engine.step()
+    assert engine.engine.num_queued_tokens == 1000, "a prompt waits for a slot"
+    while len(asked) < 3:
+        engine.step()
+    assert asked[2] == (3, 7 + 1000)
+    engine.step()
+    assert engine.engine.num_queued_tokens == 0
+
+
 def test_a_worker_computes_as_many_prompt_tokens_a_second_as_beside_its_decode_rows(monkeypatch):
     """Their time counts, too, because prompts wait for it; and such a step is full when it has its share."""
     engine = toy_engine(k=0, chunk_len=64, max_num_sequences=20, num_blocks=800, scheduling="sync")
