@@ -27,5 +27,11 @@ def quarantine(address: str, clear: str | None, output: Output) -> ExitCode:
     refused = as_data(fetch_status(address))["quarantined"]
     rows = [(one["fingerprint"], ", ".join(one["workers"]), f"{one['left_s']:.0f} s") for one in refused]
     text = format_table(("request", "died of it", "refused for"), rows) if rows else "no request is refused"
-    output.emit({"address": address, "num_cleared": num_cleared, "quarantined": refused}, text)
-    return ExitCode.FAILED if clear not in (None, ALL) and not num_cleared else ExitCode.OK
+    data = {"address": address, "num_cleared": num_cleared, "quarantined": refused}
+    if clear in (None, ALL) or num_cleared:
+        output.emit(data, text)
+        return ExitCode.OK
+    message = f"no refused request is named {clear!r}"
+    output.emit(data | {"message": message, "exit_code": ExitCode.FAILED}, text)
+    output.note(f"baton: {message}", "ERROR")
+    return ExitCode.FAILED

@@ -129,6 +129,8 @@ def test_requests_are_shown_and_pardoned(admin):
     shown = json.loads(run(admin, "quarantine", "--json")[1])
     assert [one["fingerprint"] for one in shown["quarantined"]] == ["aaaa", "bbbb"]
     assert run(admin, "quarantine", "--clear", "cccc")[0] == 1
+    code, text = run(admin, "quarantine", "--clear", "cccc", "--json")
+    assert (code, json.loads(text)["message"]) == (1, "no refused request is named 'cccc'")
     code, text = run(admin, "quarantine", "--clear", "aaaa")
     assert code == 0
     assert "aaaa" not in text
