@@ -53,8 +53,21 @@ def drain(
             ended = f"{worker_id} serves again: another call has put it back"
     text = ended or _sentence(worker_id, draining, num_streams)
     data = {"address": address, "worker_id": worker_id, "draining": draining, "num_streams": num_streams}
-    output.emit(data | {"message": text}, text)
+    unserved = "" if undo else _unserved(fetch_status(address))
+    output.emit(data | {"message": text, "warning": unserved}, text)
+    if unserved:
+        output.note(f"baton: {unserved}; `baton drain {worker_id} --undo` lets it serve again", "WARNING")
     return ExitCode.PARTIAL if ended or (draining and num_streams) else ExitCode.OK
+
+
+def _unserved(status: admin_pb2.StatusReply) -> str:
+    """Why new requests are refused while workers drain; empty if they are not."""
+    serving = {one.state.role for one in status.workers if one.alive and not one.draining}
+    if "decode" not in serving:
+        return "new requests are refused: no decode worker takes them"
+    if "prefill" not in serving and not status.local_prefill.only_way:
+        return "new requests are refused: no prefill worker takes them, and decode workers compute no prompts"
+    return ""
 
 
 def _sentence(worker_id: str, draining: bool, num_streams: int) -> str:

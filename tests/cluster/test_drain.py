@@ -86,6 +86,23 @@ def test_it_only_asks_and_undoes(admin):
     assert run(admin, "drain", "decode-0", "--undo") == (0, "decode-0 serves")
 
 
+def test_a_drain_after_which_requests_are_refused_says_so(admin, monkeypatch):
+    assert json.loads(run(admin, "drain", "decode-0", "--undo", "--json")[1])["warning"] == ""
+    result = CliRunner().invoke(cli.app, ["drain", "decode-0", "--json", "--address", admin.address])
+    refused = "new requests are refused: no decode worker takes them"
+    assert json.loads(result.stdout)["warning"] == refused
+    assert f"{refused}; `baton drain decode-0 --undo`" in result.stderr
+    status = admin_pb2.StatusReply()
+    status.workers.add(alive=True).state.role = "decode"
+    status.workers.add(alive=True, draining=True).state.role = "prefill"
+    assert "decode workers compute no prompts" in drain._unserved(status), "--local-prefill never"
+    status.local_prefill.only_way = True
+    assert not drain._unserved(status)
+    status.local_prefill.only_way = False
+    status.workers[1].draining = False
+    assert not drain._unserved(status)
+
+
 def test_waiting_drains_neither_what_another_put_back_nor_the_next_incarnation(admin):
     admin.num_streams = 10
     admin.meanwhile = lambda: setattr(admin, "draining", False)
