@@ -301,6 +301,8 @@ class GrpcServer:
         limit_s = max(1.0, self._config.lease_s)
         with self._lock:
             late = [stream for stream in self._streams.values() if stream.is_late(now_s - limit_s)]
+            for stream in late:  # so that one which takes long to end is refused, and counted, once
+                del self._streams[stream.key]
         for stream in late:
             self._refuse(stream.name, "its peer has proved nothing")
             stream.stop()

@@ -13,6 +13,7 @@ from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigInvalid, PortInUse, ProtocolError
 from baton.kvtransfer.protocol.proof import connection_pass
 from baton.kvtransfer.receiver.service import Completed
+from baton.kvtransfer.transports import over_grpc
 from baton.kvtransfer.transports.over_grpc import GrpcTransport
 from baton.kvtransfer.transports.over_grpc_stream import (
     MAX_QUEUED,
@@ -291,6 +292,25 @@ def test_a_peer_that_comes_again_by_its_name_takes_over(ends, make_stranger):
     ends.d.send(ends.at_d[-1].peer, b"answer")
     ends.pump_until(lambda: second.heard)
     assert decode_packet(second.heard[0]).control == b"answer"
+
+
+def test_a_stream_that_takes_long_to_end_is_refused_once(tmp_path, monkeypatch):
+    ends = Ends("grpc", tmp_path)
+    stranger = Stranger(ends.d.address, "idle")
+    try:
+        server, stopped = ends.d._server, []
+        ends.pump_until(lambda: len(server._streams) == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(over_grpc._ServedStream, "stop", stopped.append)
+            patch.setattr(over_grpc._ServedStream, "is_late", lambda *_: True)
+            for _ in range(3):
+                server._look_s = 0.0
+                server.tick()
+        assert ends.d.counts.connections_refused == len(stopped) == 1
+        stopped[0].stop()
+    finally:
+        stranger.close()
+        ends.close()
 
 
 def test_streams_whose_peer_proves_nothing_make_room_for_others(tmp_path):
