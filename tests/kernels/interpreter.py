@@ -50,18 +50,42 @@ def _from_bits(bits, kind):
     return torch.from_numpy(bits.view(_SIGNED[bits.dtype.itemsize])).view(_TORCH[kind])
 
 
+def _by_torch(data, source, target):
+    values = _from_bits(np.atleast_1d(data), source)
+    if source != tl.float64:
+        values = values.float()
+    if target in _LARGEST:
+        largest = _LARGEST[target]
+        values = torch.where(values.isnan(), values, values.clamp(-largest, largest))
+    bits = _to_bits(values.to(_TORCH[target])).reshape(np.shape(data))
+    return bits.view(getattr(np, f"uint{target.primitive_bitwidth}"))
+
+
+@functools.cache
+def _every_float8(kind, target):
+    """Each of the 256 numbers, as bits of another type."""
+    return _by_torch(np.arange(256, dtype=np.uint8), kind, target)
+
+
+def _rounded_to_bfloat16(data):
+    """As torch rounds, to the nearest and halves to even, in a tenth of the time that it takes for a small block."""
+    bits = np.asarray(data).view(np.uint32)
+    if ((bits & 0x7FFFFFFF) > 0x7F800000).any():  # NaN, which may overflow and has no one form
+        return _by_torch(data, tl.float32, tl.bfloat16)
+    return ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
+
+
 def _converter(before):
     def convert(data, source, target, rounding_mode):
         if source not in _TORCH or target not in _TORCH:
             return before(data, source, target, rounding_mode)
-        values = _from_bits(np.atleast_1d(data), source)
-        if source != tl.float64:
-            values = values.float()
-        if target in _LARGEST:
-            largest = _LARGEST[target]
-            values = torch.where(values.isnan(), values, values.clamp(-largest, largest))
-        bits = _to_bits(values.to(_TORCH[target])).reshape(np.shape(data))
-        return bits.view(getattr(np, f"uint{target.primitive_bitwidth}"))
+        if source in _LARGEST:
+            return _every_float8(source, target)[np.asarray(data).view(np.uint8)]
+        if source == tl.bfloat16 and target == tl.float32:
+            return np.asarray(data, dtype=np.uint32) << 16
+        if source == tl.float32 and target == tl.bfloat16:
+            return _rounded_to_bfloat16(data)
+        return _by_torch(data, source, target)
 
     return convert
 

@@ -136,3 +136,49 @@ def test_short_ways_give_what_triton_itself_makes_of_two_operands(monkeypatch, o
 def test_a_value_wider_than_its_type_is_refused():
     with pytest.raises(ValueError, match="exceeds"):
         interpreter.TensorHandle(np.zeros(4, np.int64), tl.int32)
+
+
+EVERY_BFLOAT16 = np.arange(1 << 16, dtype=np.uint16)
+# On both sides of each bfloat16 and of each border between two, numbers that are none and infinite ones among them.
+AROUND_BFLOAT16 = ((np.arange(1 << 17, dtype=np.uint32) << 15)[:, None] + np.array([0, 1, 0x7FFF], np.uint32)).ravel()
+
+
+def test_bfloat16_widens_as_in_torch():
+    want = torch.from_numpy(EVERY_BFLOAT16.view(np.int16)).view(torch.bfloat16).float().view(torch.int32).numpy()
+    found = interpreter._convert_float(EVERY_BFLOAT16, tl.bfloat16, tl.float32, None)
+    assert found.dtype == np.uint32
+    assert np.array_equal(found.view(np.int32), want)
+
+
+@pytest.mark.parametrize(("size", "stride"), [(1, 1021), (16, 63), (1536, 1)])
+def test_float32_is_rounded_to_bfloat16_as_in_torch(size, stride):
+    """In blocks of one size, of which some hold numbers that are none."""
+    chosen = AROUND_BFLOAT16[::stride].copy()
+    for bits in chosen[: len(chosen) // size * size].reshape(-1, size):
+        want = torch.from_numpy(bits.view(np.float32)).bfloat16().view(torch.int16).numpy()
+        found = interpreter._convert_float(bits.view(np.float32), tl.float32, tl.bfloat16, None)
+        assert found.dtype == np.uint16
+        assert np.array_equal(found.view(np.int16), want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_torch"), [(tl.float8e4nv, torch.float8_e4m3fn), (tl.float8e5, torch.float8_e5m2)], ids=str
+)
+def test_float8_widens_as_in_torch(kind, in_torch):
+    bits = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    values = torch.from_numpy(bits).view(in_torch).float()
+    for target, want in ((tl.float32, values.view(torch.int32)), (tl.float16, values.half().view(torch.int16))):
+        found = interpreter._convert_float(bits, kind, target, None)
+        assert found.shape == (16, 16)
+        assert np.array_equal(found.view(want.numpy().dtype), want.numpy())
+
+
+@pytest.mark.parametrize("data", [np.float32(1.00390625), np.array(1.01171875, np.float32)], ids=["number", "array"])
+def test_single_numbers_are_converted_too(data):
+    """Halves between two bfloat16, of which the even one is taken."""
+    want = torch.tensor(float(data)).bfloat16()
+    rounded = interpreter._convert_float(data, tl.float32, tl.bfloat16, None)
+    assert np.shape(rounded) == () and rounded.dtype == np.uint16
+    dequantized = interpreter._convert_float(rounded, tl.bfloat16, tl.float32, None)
+    assert np.shape(dequantized) == () and dequantized.dtype == np.uint32
+    assert float(dequantized.view(np.float32)) == float(want)
