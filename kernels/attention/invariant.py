@@ -45,8 +45,9 @@ class _Keys:
             blocks_BW = torch.cat([blocks_BW, tail_BW], dim=1)
         position_C = torch.arange(start, start + KEYS_PER_STEP, device=blocks_BW.device)
         beyond_B1C1 = (position_C > self.last_position_B[:, None])[:, None, :, None]
-        key_BHCD = gather_blocks(self.key_NHSD, blocks_BW).masked_fill_(beyond_B1C1, 0.0)
-        value_BHCD = gather_blocks(self.value_NHSD, blocks_BW).masked_fill_(beyond_B1C1, 0.0)
+        key_BHCD, value_BHCD = gather_blocks(self.key_NHSD, self.value_NHSD, blocks_BW)
+        key_BHCD.masked_fill_(beyond_B1C1, 0.0)
+        value_BHCD.masked_fill_(beyond_B1C1, 0.0)
         return key_BHCD.flatten(0, 1).transpose(1, 2).to(dtype), value_BHCD.flatten(0, 1).to(dtype)
 
 

@@ -15,14 +15,24 @@ import torch
 from torch.nn import functional
 
 
-def gather_blocks(kv_NHSD: torch.Tensor, blocks_BW: torch.Tensor) -> torch.Tensor:
-    """Copy each sequence's blocks side by side, [B, H, W * S, D]; copies the whole pool if heads are not contiguous."""
-    _, num_heads, block_size, head_dim = kv_NHSD.shape
+def gather_blocks(
+    key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, blocks_BW: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy each sequence's blocks side by side, K and V, each [B, H, W * S, D].
+
+    Copies the whole pool if heads are not contiguous.
+    """
+    num_heads = key_NHSD.shape[1]
+    head_H1 = torch.arange(num_heads, device=key_NHSD.device)[:, None]
+    rows = (blocks_BW[:, None] * num_heads + head_H1).flatten()  # a head of a block is one contiguous row of S * D
     num_sequences, num_blocks = blocks_BW.shape
-    head_H1 = torch.arange(num_heads, device=kv_NHSD.device)[:, None]
-    rows_BHW = blocks_BW[:, None] * num_heads + head_H1  # a head of a block is one contiguous row of S * D
-    gathered = kv_NHSD.reshape(-1, block_size * head_dim).index_select(0, rows_BHW.flatten())
-    return gathered.view(num_sequences, num_heads, num_blocks * block_size, head_dim)
+
+    def gathered(kv_NHSD: torch.Tensor) -> torch.Tensor:
+        _, _, block_size, head_dim = kv_NHSD.shape
+        gathered_RX = kv_NHSD.reshape(-1, block_size * head_dim).index_select(0, rows)
+        return gathered_RX.view(num_sequences, num_heads, num_blocks * block_size, head_dim)
+
+    return gathered(key_NHSD), gathered(value_NHSD)
 
 
 def attention_prefill(
@@ -44,8 +54,7 @@ def attention_prefill(
     row = 0
     for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
         blocks_1W = block_tables_BM[sequence : sequence + 1, : -(-context_len // block_size)]
-        key_1HCD = gather_blocks(key_NHSD, blocks_1W)[:, :, :context_len]
-        value_1HCD = gather_blocks(value_NHSD, blocks_1W)[:, :, :context_len]
+        key_1HCD, value_1HCD = (kv[:, :, :context_len] for kv in gather_blocks(key_NHSD, value_NHSD, blocks_1W))
         query_1AQD = query_TAD[row : row + query_len].transpose(0, 1)[None]
         mask_QC = None
         if 1 < query_len < context_len:
@@ -85,8 +94,9 @@ def attention_decode(
     blocks_BW = block_tables_BM[:, : -(-max_context_len // block_size)]
     position_C = torch.arange(blocks_BW.shape[1] * block_size, device=query_BQAD.device)
     beyond_B1C1 = (position_C > positions_BQ.amax(dim=1, keepdim=True))[:, None, :, None]
-    key_BHCD = gather_blocks(key_NHSD, blocks_BW).masked_fill_(beyond_B1C1, 0.0)
-    value_BHCD = gather_blocks(value_NHSD, blocks_BW).masked_fill_(beyond_B1C1, 0.0)
+    key_BHCD, value_BHCD = gather_blocks(key_NHSD, value_NHSD, blocks_BW)
+    key_BHCD.masked_fill_(beyond_B1C1, 0.0)
+    value_BHCD.masked_fill_(beyond_B1C1, 0.0)
     query_BHRD = query_BQAD.unflatten(2, (num_kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     visible_BQC = position_C <= positions_BQ[:, :, None]
     visible_B1RC = visible_BQC.repeat_interleave(group, dim=1)[:, None]

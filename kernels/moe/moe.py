@@ -14,7 +14,7 @@ this rank), C slices of it, i the size of a slice.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch.nn import functional
@@ -86,10 +86,7 @@ def _sum_columns(x_TE: torch.Tensor) -> torch.Tensor:
 def _combine(output_CTKD: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
     """Add a token's weighted experts, the most probable first, then slices: [T, D] in the wide dtype."""
     weighted_CTKD = output_CTKD.to(weight_TK.dtype) * weight_TK[..., None]
-    mixed_CTD = weighted_CTKD[:, :, 0]
-    for choice in range(1, weight_TK.shape[1]):
-        mixed_CTD = mixed_CTD + weighted_CTKD[:, :, choice]
-    return tree_sum(mixed_CTD.unbind())
+    return tree_sum(reduce(torch.add, weighted_CTKD.unbind(2)).unbind())
 
 
 def held_ids(expert_TK: torch.Tensor, held: HeldExperts | None) -> torch.Tensor:
@@ -138,13 +135,15 @@ def _run_sorted(
 def _run_dense(x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp) -> torch.Tensor:
     """Compute every expert on every row, then pick the selected ones -> [1, T, K, D]; never waits for the device."""
     all_ETI = gate(torch.matmul(x_TD, weights.gate_up_EJD.transpose(1, 2)))
-    return _chosen(torch.bmm(all_ETI, weights.down_EDI.transpose(1, 2)), expert_TK)[None]
+    return _chosen(torch.bmm(all_ETI, weights.down_EDI.transpose(1, 2)), expert_TK, weights.held)[None]
 
 
-def _chosen(all_ETD: torch.Tensor, expert_TK: torch.Tensor) -> torch.Tensor:
+def _chosen(all_ETD: torch.Tensor, expert_TK: torch.Tensor, held: HeldExperts | None) -> torch.Tensor:
     """Pick the selected experts' outputs, [T, K, D]; 0 for experts of other ranks."""
     num_experts, num_tokens, _ = all_ETD.shape
     token_T1 = torch.arange(num_tokens, device=all_ETD.device)[:, None]
+    if held is None:
+        return all_ETD[expert_TK, token_T1]
     chosen_TKD = all_ETD[expert_TK.clamp(max=num_experts - 1), token_T1]
     return torch.where((expert_TK < num_experts)[..., None], chosen_TKD, 0.0)
 
@@ -163,7 +162,7 @@ def _run_dense_sliced(
     chosen_TKD = []
     for part_ETi, down_EDi in zip(all_ETI.chunk(num_slices, -1), weights.down_EDI.chunk(num_slices, -1), strict=True):
         all_ETD = torch.bmm(part_ETi.contiguous(), down_EDi.contiguous().transpose(1, 2))
-        chosen_TKD.append(_chosen(all_ETD, expert_TK))
+        chosen_TKD.append(_chosen(all_ETD, expert_TK, weights.held))
     return torch.stack(chosen_TKD)
 
 
