@@ -301,7 +301,7 @@ def test_a_stream_that_takes_long_to_end_is_refused_once(tmp_path, monkeypatch):
         server, stopped = ends.d._server, []
         ends.pump_until(lambda: len(server._streams) == 1)
         with monkeypatch.context() as patch:
-            patch.setattr(over_grpc._ServedStream, "stop", stopped.append)
+            patch.setattr(over_grpc._ServedStream, "stop", lambda stream: stopped.append(stream))
             patch.setattr(over_grpc._ServedStream, "is_late", lambda *_: True)
             for _ in range(3):
                 server._look_s = 0.0
