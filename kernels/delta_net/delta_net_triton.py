@@ -7,6 +7,9 @@ Where a row begins another tile, the tile before it is folded into the state. Th
 and one that computes a row, in a loop whose length is no constant, and a tile's arrays have a fixed shape with zeros
 for what is absent: so a row has the same bits in a chunk of any length, alone and beside drafts.
 
+A program asks for its state and its u before it waits for the launch before, the convolution, which writes neither:
+that waited for all launches that do, those of steps before, before it let this one begin.
+
 A state's columns, and u's in the ring, belong to one program. k and g of tiles that are folded are read from the ring,
 of rows before the step, and from what the launch before made, of its own; none is written here.
 
@@ -72,9 +75,6 @@ def _delta_kernel(
     value_head, cut = tl.program_id(0) // CUTS, tl.program_id(0) % CUTS
     head, g = value_head // G, value_head % G
     its_C, its_K, its_B = tl.arange(0, C), tl.arange(0, K), cut * BV + tl.arange(0, BV)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     first = tl.load(positions + sequence * position_stride)
     count = tl.load(counts + sequence * count_stride).to(tl.int32)
     slot = tl.load(slots + sequence * slot_stride)
@@ -92,6 +92,9 @@ def _delta_kernel(
     state_KB = tl.load(at_KB, mask=is_read_KB, other=0.0)
     tile = first // C
     u_CB = _stored(tail_u, tile, tl.where(count > 0, first, 0), its_C, its_B, C, RING, Y)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     how = tl.load(begun + sequence * H + head)
     query_K, key_K, value_B, met_C, seen_C, beta, since = _row_of(
         made, factors, 2 * K + g * V, 0, count, its_C, its_K, its_B, H, K, G, C, F, X
