@@ -8,6 +8,9 @@ vendors' GPUs and the interpreter launch normally.
 
 Kernels with many programs gain little, and each program pays for its wait: tuned tables say so by `early`.
 
+A kernel may read before it waits what is older than the launch before, since that has waited for all before it: the
+convolution and the recurrence of a gated delta net read what earlier steps left.
+
 Verification goes further. Its scan begins when everything before it has finished, and lets the next kernel start at
 once. The kernels that follow read, even before they wait, what the scan does not write. Two of them may be waiting
 then. The last one waits for the one before it only, so each program of that one must wait before it ends, even if it

@@ -24,7 +24,7 @@ from baton.kernels.attention.ordered import (
     attention_ordered_prefill_lens,
 )
 from baton.kernels.attention.prefill import HEAD_DIMS, attention_prefill, attention_prefill_lens
-from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights, delta_layer
+from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights, delta_layer, leaves_gates
 from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.gemm import linear
 from baton.kernels.gemm.fp8 import linear_fp8, linear_quantized, num_quantized
@@ -378,6 +378,10 @@ class Ops:
         return float8_kv.attend_decode(
             self._attention_decode, query_BQAD, kv_NHSD, scales, block_tables_BM, positions_BQ, max_context_len
         )
+
+    def leaves_gates(self, rows: Sequence[StateRows]) -> bool:
+        """Whether a gated delta net's convolution computes the state's gates itself, from the rows they are made of."""
+        return self._is_fused and not self._is_invariant and bool(rows) and leaves_gates(rows)
 
     def delta_layer(
         self, x: DeltaProjected, weights: DeltaWeights, kept: DeltaKept, rows: Sequence[StateRows]

@@ -75,7 +75,7 @@ class DecoderLayer:
         """Rows x + added (x alone if None) -> rows, and what is to be added to them, all [T, D]."""
         if isinstance(self.attention, StateMixer):
             normed, x_TD = self.attention_norm.read_by(self.attention.reader, x_TD, added_TD, keep=True)
-            out_TX = yield self.attention, self.attention.project(normed)
+            out_TX = yield self.attention, self.attention.project(normed, inputs.state_rows)
             mixed_TD = self.attention.join(plain(out_TX))
         elif inputs.dealt is None:
             normed, x_TD = self.attention_norm.read_by(self.attention.reader, x_TD, added_TD)

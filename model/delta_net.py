@@ -11,9 +11,9 @@ sizes of their heads, X channels of a key head, M = H G V.
 import torch
 
 from baton.kernels.delta_net.delta_net import DeltaState
-from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights
+from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights, StateGates
 from baton.kernels.delta_net.rows import StateRows
-from baton.kernels.ops import Ops, Rows, Weight
+from baton.kernels.ops import Ops, Rows, Weight, plain
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
 from baton.model.delta_sizes import POOL_LAYERS
@@ -67,10 +67,16 @@ class DeltaNet(StateMixer):
         """The weight of the GEMM that reads the rows given to `project`; without `both_XD` another one does, too."""
         return self.mixed_XD if self.both_XD is None else self.both_XD
 
-    def project(self, x_TD: Rows) -> tuple[torch.Tensor, ...]:
-        """What the mixer reads of each row: queries, keys, values and output gates [T, X], and the state's gates."""
+    def project(self, x_TD: Rows, rows: tuple[StateRows, ...]) -> tuple[torch.Tensor, ...]:
+        """What the mixer reads of each row: queries, keys, values and output gates [T, X], and the state's gates.
+
+        Instead of the latter, the gates' weight and the rows given, if `carry` multiplies them without a launch.
+        """
         if self.both_XD is None:
-            return self._ops.linear(x_TD, self.mixed_XD), self._ops.linear(x_TD, self.gates_XD)
+            mixed_TX = self._ops.linear(x_TD, self.mixed_XD)
+            if self._ops.leaves_gates(rows):
+                return mixed_TX, self.gates_XD, plain(x_TD)
+            return mixed_TX, self._ops.linear(x_TD, self.gates_XD)
         return self._ops.linear(x_TD, self.both_XD).tensor_split([-len(self.gates_XD)], dim=1)
 
     def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:
@@ -95,24 +101,27 @@ class DeltaNet(StateMixer):
         """Output projection, [T, H G V] -> [T, D]."""
         return self._ops.linear_inner(out_TM, self.out_DX)
 
-    def _projected(self, mixed_TX: torch.Tensor, gates_TX: torch.Tensor) -> DeltaProjected:
-        """Views of the GEMM outputs' rows."""
+    def _projected(
+        self, mixed_TX: torch.Tensor, gates_TX: torch.Tensor, x_TD: torch.Tensor | None = None
+    ) -> DeltaProjected:
+        """Views of the GEMM outputs' rows; with `x_TD`, of the gates' weight instead of its output."""
         sizes, num_heads = self._sizes, len(self.weights.a_log_HG)
         lengths = [sizes.key_dim, sizes.key_dim, sizes.values_len, sizes.values_len]
         if self._is_interleaved:
             query_THK, key_THK, value_THX, z_THX = mixed_TX.unflatten(1, (num_heads, -1)).split(lengths, dim=2)
-            b_THG, a_THG = gates_TX.unflatten(1, (num_heads, 2, -1)).unbind(2)
         else:
             parts_TX = mixed_TX.split([num_heads * length for length in lengths], dim=1)
             query_THK, key_THK, value_THX, z_THX = (part_TX.unflatten(1, (num_heads, -1)) for part_TX in parts_TX)
-            b_THG, a_THG = gates_TX.unflatten(1, (2, num_heads, -1)).unbind(1)
+        dim = 1 if x_TD is None else 0
+        lens, which = ((num_heads, 2, -1), 1) if self._is_interleaved else ((2, num_heads, -1), 0)
+        b, a = gates_TX.unflatten(dim, lens).unbind(dim + which)
+        gates = {"b_THG": b, "a_THG": a} if x_TD is None else {"gates": StateGates(x_TD, b, a)}
         return DeltaProjected(
             query_THK=query_THK,
             key_THK=key_THK,
             value_THX=value_THX,
             z_THGV=z_THX.unflatten(2, (sizes.num_values, -1)),
-            b_THG=b_THG,
-            a_THG=a_THG,
+            **gates,
         )
 
     def _by_key_head(self, rows_XN: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,8 @@ class StateMixer(ABC):
         """The weight of the GEMM that reads the rows given to `project`; others may, too."""
 
     @abstractmethod
-    def project(self, x_TD: Rows) -> tuple[torch.Tensor, ...]:
-        """What the mixer reads of each row."""
+    def project(self, x_TD: Rows, rows: tuple[StateRows, ...]) -> tuple[torch.Tensor, ...]:
+        """What the mixer reads of each row; `rows` are those of the pass if `carry` follows at once, else ()."""
 
     @abstractmethod
     def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:

@@ -20,6 +20,11 @@ recurrence by `begun` what it finds there, and writes the number that holds afte
 many programs share that number, neither reads nor writes it. `begun` is STORED: the state is that of the tile the step
 begins in; BEHIND: the tile before it is to be folded first; NONE: the sequence begins.
 
+Where few sequences decode a row each, b and a may be left to the convolution (D is then the length of the rows that
+they are products of). It computes them before it waits for the launch before, which is the GEMM of the other
+projections and has waited for those rows itself. So b and a take neither a launch nor time. It then reads the keys of
+earlier steps before it waits, too: the launch before writes none.
+
 Rings: decode rows, 8 at most, write the convolution's ring and k and g of the other at once. Nothing that this launch
 or the recurrence reads lies there: inputs of 4 positions before, in a ring of 16; the tile that the step begins in; and
 the one before it if it is to be folded, which is so within 8 positions of its end alone: in a ring of 32 a step that
@@ -44,7 +49,7 @@ from baton.kernels.delta_net.sizes import CONV_RING, RING, TILE, tail_len
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.pointwise.silu_mul_triton import silu
-from baton.kernels.prefetch_triton import prefetch_vector
+from baton.kernels.prefetch_triton import prefetch, prefetch_vector
 from baton.kernels.variant import Variant
 
 FACTORS = 2 * TILE + 4  # of a row and value head: TILE of u taken away, TILE of u seen, g, beta, what is left; padding
@@ -52,6 +57,7 @@ STORED, BEHIND, NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _CHANNELS = 512  # that a warp has room for; measured: more warps wait for each other, and fewer programs are under way
 _REGISTERS = 168  # of a thread where a program is one warp: 12 are under way on a multiprocessor, and nothing spills
 _MAX_APART = 64  # decode rows, each a program of its own; measured: with more, keys that are made again cost more
+_GATE_STEP = tl.constexpr(256)  # columns of a row that a gate's products read at a time
 _L2_EPS = tl.constexpr(1e-6)
 _SOFTPLUS_LINEAR = tl.constexpr(20.0)  # from here on softplus is its argument
 
@@ -154,6 +160,45 @@ def keep(x, row_stride, ring, row, first, its_C, X: tl.constexpr, RING: tl.const
 
 
 @triton.jit
+def _wait(EARLY: tl.constexpr):
+    """For the launch before."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _gates(gate, gate_row, gate_head, x, row0, head, its_G, G: tl.constexpr, GP: tl.constexpr, C: tl.constexpr,
+           D: tl.constexpr):  # fmt: skip
+    """Where a gate's rows are; with D, what it is: [E], products of a row with a weight that has a row a value head.
+
+    They are rounded as a GEMM rounds them.
+    """
+    if D == 0:
+        found = gate + (row0 * gate_row + head * gate_head)
+    else:
+        its_N = tl.arange(0, _GATE_STEP)
+        sum_GN = tl.zeros([GP, _GATE_STEP], tl.float32)
+        for begin in tl.static_range(0, D, _GATE_STEP):
+            at_N = begin + its_N
+            x_N = tl.load(x + at_N, mask=at_N < D, other=0.0).to(tl.float32)
+            is_GN = (its_G < G)[:, None] & (at_N < D)[None, :]
+            at_GN = head * gate_row + (its_G * gate_head)[:, None] + at_N[None, :]
+            sum_GN += tl.load(gate + at_GN, mask=is_GN, other=0.0) * x_N[None, :]
+        gate_G1 = tl.sum(sum_GN, axis=1).to(x.dtype.element_ty)[:, None]
+        found = tl.reshape(tl.broadcast_to(gate_G1, [GP, C]), [GP * C])
+    return found
+
+
+@triton.jit
+def _gates_of_row(gates, at, g_E, is_E, D: tl.constexpr):
+    """What `_gates` found, of the row that is `at` elements behind the first."""
+    if D == 0:
+        gates = tl.load(gates + at + g_E, mask=is_E, other=0.0)
+    return gates
+
+
+@triton.jit
 def softplus(a_G):
     """With torch's threshold."""
     small_G = tl.exp(tl.minimum(a_G, _SOFTPLUS_LINEAR))
@@ -171,17 +216,18 @@ def _l2_normed(x_K):
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "is_chunk", "is_apart"])
 def _conv_kernel(
-    query, key, value, b, a,
+    query, key, value, b, a, x,
     weight, a_log, dt_bias,
     ring, tail, state,
     positions, counts, slots,
     made, factors, begun,
-    query_row, query_head, key_row, key_head, value_row, value_head, b_row, b_head, a_row, a_head,
+    query_row, query_head, key_row, key_head, value_row, value_head, b_row, b_head, a_row, a_head, x_row,
     ring_slot, ring_head, tail_slot, tail_head, state_slot, state_head,
     position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
     num_rows: tl.int32, is_chunk: tl.int32, is_apart: tl.int32,
     K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
-    F: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, EARLY: tl.constexpr,
+    F: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1)
@@ -196,8 +242,7 @@ def _conv_kernel(
     weight += head * (W * X)
     if EARLY:
         prefetch_vector(weight, W * X)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    _wait(EARLY and D == 0)
     first = tl.load(positions + sequence * position_stride).to(tl.int32)
     count = tl.load(counts + sequence * count_stride).to(tl.int32)
     slot = tl.load(slots + sequence * slot_stride)
@@ -205,8 +250,9 @@ def _conv_kernel(
     query += row0 * query_row + head * query_head
     key += row0 * key_row + head * key_head
     value += row0 * value_row + head * value_head
-    b += row0 * b_row + head * b_head
-    a += row0 * a_row + head * a_head
+    x += row0 * x_row
+    of_b = _gates(b, b_row, b_head, x, row0, head, its_G, G, GP, C, D)
+    of_a = _gates(a, a_row, a_head, x, row0, head, its_G, G, GP, C, D)
     ring += slot * ring_slot + head * ring_head
     tail += slot * tail_slot + head * tail_head
     # rows of a program: those of a tile, or one of a step, before which it makes the keys of the tile's others
@@ -224,6 +270,14 @@ def _conv_kernel(
     decay_E = tl.load(old + c_E * Y + (K + G * V) + g_E, mask=is_E & (c_E < num_old), other=0.0)
     folded = state + slot * state_slot + head * state_head + G * K * V
     num_folded = tl.load(folded, mask=part == 0, other=0.0)
+    if EARLY and D > 0:
+        # inputs of the steps before, which no other step has kept in the cache
+        its_W = tl.minimum(tl.arange(0, triton.next_power_of_2(W)), W - 2)
+        prefetch(
+            ring + _mod(first - 1 - its_W + CONV_RING, CONV_RING) * X,
+            X * (ring.dtype.element_ty.primitive_bitwidth // 8),
+        )
+    _wait(EARLY and D > 0)
     for row in range(begin, stop):
         is_own = row >= own_begin
         key_seen = _seen(key, key_row, ring + K, row, first, True, its_K, X, W, CONV_RING)
@@ -231,8 +285,8 @@ def _conv_kernel(
         value_seen = _values_seen(
             value, value_row, ring + 2 * K, row, first, is_own, its_V, V, G, X, W, CONV_RING
         )  # fmt: skip
-        b_E = tl.load(b + row * b_row + g_E, mask=is_E, other=0.0)
-        a_E = tl.load(a + row * a_row + g_E, mask=is_E, other=0.0)
+        b_E = _gates_of_row(of_b, row * b_row, g_E, is_E, D)
+        a_E = _gates_of_row(of_a, row * a_row, g_E, is_E, D)
         rate_E = tl.load(a_log + head * G + g_E, mask=is_E, other=0.0)
         bias_E = tl.load(dt_bias + head * G + g_E, mask=is_E, other=0.0)
         # all that a row takes is on its way before anything is waited for: the compiler moves no load over this
@@ -334,13 +388,14 @@ _launch_keep = Launcher(_keep_kernel)
 
 @functools.lru_cache(maxsize=256)
 def _constants(
-    sizes: tuple[int, ...], device: torch.device, itemsize: int, num_warps: int | None = None
+    sizes: tuple[int, ...], device: torch.device, itemsize: int, num_warps: int | None = None, row_len: int = 0
 ) -> tuple[Constants, Constants]:
     """Of both kernels."""
     common = constants_of(*sizes) | dependent_launch(device)
     num_warps = num_warps or _warps_of(*sizes[:3])
     limit = _limit_of(num_warps, itemsize) if common["EARLY"] else {}
-    return Constants(common | limit | {"num_warps": num_warps}), Constants(common | {"num_warps": 1})
+    of_conv = {"D": row_len, "num_warps": num_warps}
+    return Constants(common | limit | of_conv), Constants(common | {"num_warps": 1})
 
 
 def _warps_of(key_dim: int, value_dim: int, num_values: int) -> int:
@@ -380,6 +435,7 @@ def launch(
     rows: StateRows,
     outputs: tuple[torch.Tensor, torch.Tensor],
     value_dim: int,
+    x_TD: torch.Tensor | None = None,
     *,
     num_warps: int | None = None,
     is_apart: bool | None = None,
@@ -387,13 +443,14 @@ def launch(
     """How each state is begun, int32 [B, H]; see `delta_layer`, which has checked the arguments.
 
     Args:
-        inputs: query [T, H, K], key [T, H, K], value [T, H, G V], b and a [T, H, G].
+        inputs: query [T, H, K], key [T, H, K], value [T, H, G V], b and a [T, H, G], with `x_TD` weights [H, G, D].
         weights: the convolution's [H, W, X], a_log and dt_bias [H, G].
         conv_NHRX: the ring; read, and written if rows decode.
         kept: the recurrence's ring, the same; of states the number behind them is read and written.
         rows: where they stand.
         outputs: q, k and v side by side, [T, H, X], and FACTORS, [T, H, G, F], float32; of real rows.
         value_dim: V.
+        x_TD: rows, one of each sequence that decodes, whose products with its weights b and a are; None: they are made.
         num_warps: of a program; another number may give other bits. None: as `_warps_of` says.
         is_apart: a decode row is a program of its own, which changes no bits; None: where they are few, or one each.
     """
@@ -409,8 +466,8 @@ def launch(
     )  # fmt: skip
     where = rows.positions_B, rows.counts_B, rows.slots_B
     arguments = (
-        *inputs, *weights, conv_NHRX, tail_NHRY, state_NHZ, *where, *outputs, begun_BH,
-        *(stride for x in inputs for stride in x.stride()[:2]),
+        *inputs, inputs[3] if x_TD is None else x_TD, *weights, conv_NHRX, tail_NHRY, state_NHZ, *where, *outputs,
+        begun_BH, *(stride for x in inputs for stride in x.stride()[:2]), 0 if x_TD is None else x_TD.stride(0),
         *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *state_NHZ.stride()[:2], *(x.stride(0) for x in where),
         rows.num_rows, int(rows.start is not None), int(is_apart),
     )  # fmt: skip
@@ -418,7 +475,8 @@ def launch(
         num_tiles = -(-(rows.start % TILE + rows.num_rows) // TILE)
     else:
         num_tiles = rows.num_rows if is_apart else min(rows.num_rows, 2)
-    constants = _constants(sizes, conv_NHRX.device, conv_NHRX.element_size(), num_warps)[0]
+    row_len = 0 if x_TD is None else x_TD.shape[1]
+    constants = _constants(sizes, conv_NHRX.device, conv_NHRX.element_size(), num_warps, row_len)[0]
     _launch_conv((num_sequences, num_heads, num_tiles), arguments, constants)
     return begun_BH
 
@@ -449,7 +507,7 @@ def launch_keep(
 
 def variants() -> list[Variant]:
     """Of the models that are measured, whose value heads are one, two or four of a key head."""
-    types = dict.fromkeys(("query", "key", "value", "b", "a"), "*bf16")
+    types = dict.fromkeys(("query", "key", "value", "b", "a", "x"), "*bf16")
     types |= dict.fromkeys(("weight", "a_log", "dt_bias"), "*fp32")
     types |= {"ring": "*bf16", "tail": "*fp32", "state": "*fp32"}
     types |= dict.fromkeys(("positions", "counts", "slots"), "*i64")
@@ -457,14 +515,25 @@ def variants() -> list[Variant]:
     strides = [f"{name}_{way}" for name in ("query", "key", "value", "b", "a") for way in ("row", "head")]
     strides += [f"{name}_{way}" for name in ("ring", "tail", "state") for way in ("slot", "head")]
     others = ["position_stride", "count_stride", "slot_stride", "num_rows"]
-    types |= dict.fromkeys([*strides, *others, "is_chunk", "is_apart"], "i32")
-    left_out = {"weight", "a_log", "dt_bias", "state", "begun", "is_chunk", "is_apart", "state_slot", "state_head"}
+    types |= dict.fromkeys([*strides, *others, "x_row", "is_chunk", "is_apart"], "i32")
+    left_out = {"x", "x_row"} | {
+        "weight",
+        "a_log",
+        "dt_bias",
+        "state",
+        "begun",
+        "is_chunk",
+        "is_apart",
+        "state_slot",
+        "state_head",
+    }
     left_out |= {"b", "a", "b_row", "b_head", "a_row", "a_head"}
     keep_types = {name: kind for name, kind in types.items() if name not in left_out}
     aligned = ("query", "key", "value", "ring", "tail", "made", "factors", "query_row", "query_head", "key_row")
     aligned += ("key_head", "value_row", "value_head", "ring_slot", "ring_head", "tail_slot", "tail_head")
+    of_gates = ("b", "a", "x", "b_row", "b_head", "a_row", "a_head", "x_row")
     found = []
-    for num_values, early in ((1, True), (2, True), (4, True), (2, False)):
+    for num_values, row_len, early in ((1, 0, True), (2, 0, True), (2, 2048, True), (4, 0, True), (2, 0, False)):
         row = tail_len(128, 128, num_values)
         constants = constants_of(128, 128, num_values, 4, CONV_RING, RING, row) | {"EARLY": early}
         for name, kernel, its_types, more, num_warps, max_registers in (
@@ -478,12 +547,14 @@ def variants() -> list[Variant]:
             ),
             ("delta_keep", _keep_kernel, keep_types, (), 1, 168),
         ):
+            if row_len and kernel is not _conv_kernel:
+                continue
             variant = Variant(
-                name=f"{name} G={num_values}{'' if early else ' late'}",
+                name=f"{name} G={num_values}{f' of rows of {row_len}' if row_len else ''}{'' if early else ' late'}",
                 kernel=kernel,
                 types=its_types,
-                constants=constants,
-                aligned=(*aligned, *more),
+                constants=constants | ({"D": row_len} if kernel is _conv_kernel else {}),
+                aligned=(*aligned, *more, *(of_gates * bool(row_len))),
                 num_warps=num_warps,
                 max_registers=max_registers,
                 options=_limit_of(num_warps, 2) if early and kernel is _conv_kernel else {},

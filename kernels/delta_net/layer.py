@@ -27,19 +27,42 @@ from baton.kernels.memo import Memo, open_signature, signature
 from baton.kernels.tiles import ordered_sum, wide_dtype
 
 MAX_DECODE_ROWS = TILE // 2  # in Triton; see `delta_net_triton`
+MAX_GATED_ROWS = 64  # of a pass whose convolution computes b and a: each row reads their weights again
 _FORMS: Memo[bool] = Memo()
+
+
+@dataclass(frozen=True, slots=True)
+class StateGates:
+    """Projections of the state's gates that are left to the convolution: their weights and the rows they read."""
+
+    x_TD: torch.Tensor
+    b_HGD: torch.Tensor
+    a_HGD: torch.Tensor
+
+    def project(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute b and a, [T, H, G], in torch: summed in the wide dtype, rounded once."""
+        x_TD = self.x_TD.to(wide_dtype(self.x_TD.dtype))
+        b_THG, a_THG = (
+            torch.einsum("td,hgd->thg", x_TD, weight_HGD.to(x_TD.dtype)).to(self.x_TD.dtype)
+            for weight_HGD in (self.b_HGD, self.a_HGD)
+        )
+        return b_THG, a_THG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaProjected:
-    """Outputs of a layer's projections for a pass's rows, as views of the GEMM outputs, in the model's dtype."""
+    """Outputs of a layer's projections for a pass's rows, as views of the GEMM outputs, in the model's dtype.
+
+    The state's gates may be left to the convolution where `leaves_gates`: `gates` then takes the place of b and a.
+    """
 
     query_THK: torch.Tensor
     key_THK: torch.Tensor
     value_THX: torch.Tensor  # X = G V here
     z_THGV: torch.Tensor  # gates the outputs
-    b_THG: torch.Tensor  # controls how much is written
-    a_THG: torch.Tensor  # controls how much is forgotten
+    b_THG: torch.Tensor | None = None  # controls how much is written
+    a_THG: torch.Tensor | None = None  # controls how much is forgotten
+    gates: StateGates | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +89,11 @@ class DeltaKept:
         return self.conv_NHRX, self.state.tail_NHRY, self.state.state_NHZ
 
 
+def leaves_gates(rows: Sequence[StateRows]) -> bool:
+    """Whether b and a of a pass may be left to the convolution, whose programs multiply a row each: if rows are few."""
+    return all(some.start is None and some.num_rows == 1 and len(some.positions_B) <= MAX_GATED_ROWS for some in rows)
+
+
 def delta_layer(
     x: DeltaProjected,
     weights: DeltaWeights,
@@ -78,7 +106,8 @@ def delta_layer(
     """Compute the layer's outputs, [T, H G V] in the dtype of `x`, rounded once. Never waits for the device.
 
     Args:
-        x: projections for the rows of the pass.
+        x: projections for the rows of the pass. The launch before must be a projection: what `x.gates`, `rows` and
+            `kept` hold is read before that has ended.
         weights: weights of the layer.
         kept: rings and states, read and written.
         rows: positions and slots; together all rows of the pass, in order.
@@ -95,6 +124,7 @@ def delta_layer(
     num_missing = num_tokens - sum(len(some.positions_B) * some.num_rows for some in rows)
     key = (
         *(open_signature(part) for part in parts), all(len(part) == num_tokens for part in parts), num_missing,
+        None if x.gates is None else (signature(x.gates.b_HGD), signature(x.gates.a_HGD), leaves_gates(rows)),
         *(signature(weight) for weight in (weights.conv_HWX, weights.a_log_HG, weights.dt_bias_HG, weights.norm_V)),
         *(signature(kept_part) for kept_part in (kept.conv_NHRX, kept.state.tail_NHRY, kept.state.state_NHZ)),
         frozenset(_form(some) for some in rows),
@@ -115,7 +145,7 @@ def delta_layer(
     of_weights = weights.conv_HWX, weights.a_log_HG, weights.dt_bias_HG
     for some in rows:
         cut = slice(some.first_row, some.stop_row)
-        inputs = x.query_THK[cut], x.key_THK[cut], x.value_THX[cut], x.b_THG[cut], x.a_THG[cut]
+        inputs = x.query_THK[cut], x.key_THK[cut], x.value_THX[cut], *_gates(x, cut)
         gated = x.z_THGV[cut], weights.norm_V, weights.eps
         if some.start is not None and not invariant:
             delta_chunk_triton.launch(inputs, of_weights, kept.conv_NHRX, kept.state, some, gated, out_TX[cut])
@@ -125,7 +155,10 @@ def delta_layer(
             factors_THGF = torch.empty(*heads, num_values, causal_conv_triton.FACTORS, **float32)
             out_THGV = torch.empty(*heads, num_values, value_dim, **float32)
             step = made_THX, factors_THGF
-            begun_BH = causal_conv_triton.launch(inputs, of_weights, kept.conv_NHRX, kept.state, some, step, value_dim)
+            x_TD = None if x.gates is None else x.gates.x_TD[cut]
+            begun_BH = causal_conv_triton.launch(
+                inputs, of_weights, kept.conv_NHRX, kept.state, some, step, value_dim, x_TD
+            )
             delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV, key_dim)
             if some.start is not None:
                 num_taps = weights.conv_HWX.shape[1]
@@ -139,12 +172,13 @@ def delta_layer(
 def _reference(
     x: DeltaProjected, weights: DeltaWeights, kept: DeltaKept, rows: Sequence[StateRows], invariant: bool
 ) -> torch.Tensor:
+    b_THG, a_THG = _gates(x, slice(None)) if x.gates is None else x.gates.project()
     mixed_THX = torch.cat([x.query_THK, x.key_THK, x.value_THX], dim=2)
     found = []
     for some in rows:
         cut, shape = slice(some.first_row, some.stop_row), (len(some.positions_B), some.num_rows)
         conv_BLHX = causal_conv(mixed_THX[cut].unflatten(0, shape), weights.conv_HWX, kept.conv_NHRX, some)
-        gates = x.b_THG[cut].unflatten(0, shape), x.a_THG[cut].unflatten(0, shape)
+        gates = b_THG[cut].unflatten(0, shape), a_THG[cut].unflatten(0, shape)
         made = delta_rows(conv_BLHX, gates, weights.a_log_HG, weights.dt_bias_HG, x.query_THK.shape[2])
         found.append(delta_net(made, kept.state, some, invariant=invariant).flatten(0, 1))
         if some.keep_in is not None:
@@ -157,8 +191,18 @@ def _reference(
     return out_THGV.flatten(1).to(x.z_THGV.dtype)
 
 
+def _gates(x: DeltaProjected, cut: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return b and a of some rows, or the weights of both."""
+    if x.gates is not None:
+        return x.gates.b_HGD, x.gates.a_HGD
+    assert x.b_THG is not None and x.a_THG is not None
+    return x.b_THG[cut], x.a_THG[cut]
+
+
 def _parts(x: DeltaProjected) -> tuple[torch.Tensor, ...]:
-    return x.query_THK, x.key_THK, x.value_THX, x.z_THGV, x.b_THG, x.a_THG
+    """What has a row for each of the pass."""
+    gates = _gates(x, slice(None)) if x.gates is None else (x.gates.x_TD,)
+    return x.query_THK, x.key_THK, x.value_THX, x.z_THGV, *gates
 
 
 def _form(rows: StateRows) -> tuple[object, ...]:
@@ -184,11 +228,18 @@ def _check(
         "key_THK": [num_tokens, num_heads, key_dim],
         "value_THX": [num_tokens, num_heads, values_len],
         "z_THGV": [num_tokens, num_heads, num_values, value_dim],
-        "b_THG": [num_tokens, num_heads, num_values],
-        "a_THG": [num_tokens, num_heads, num_values],
     }
-    device = x.query_THK.device
-    for (name, shape), tensor in zip(shapes.items(), _parts(x), strict=True):
+    device, gates = x.query_THK.device, _parts(x)[4:]
+    if x.gates is None:
+        shapes |= {name: [num_tokens, num_heads, num_values] for name in ("b_THG", "a_THG")}
+    else:
+        is_few = leaves_gates(rows)
+        require(is_few, "gates", f"are of rows that are not one of each of {MAX_GATED_ROWS} sequences at most")
+        row_len = x.gates.x_TD.shape[1]
+        shapes["x_TD"] = [num_tokens, row_len]
+        shapes |= {name: [num_heads, num_values, row_len] for name in ("b_HGD", "a_HGD")}
+        gates += x.gates.b_HGD, x.gates.a_HGD
+    for (name, shape), tensor in zip(shapes.items(), (*_parts(x)[:4], *gates), strict=True):
         require_tensor(name, tensor, shape, dtypes, device)
         require(tensor.dtype == x.query_THK.dtype, name, f"is {tensor.dtype}, not {x.query_THK.dtype}")
         require_rows(name, tensor)

@@ -13,7 +13,14 @@ import torch
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.delta_net import causal_conv_triton
 from baton.kernels.delta_net.delta_net import DeltaState
-from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights, delta_layer
+from baton.kernels.delta_net.layer import (
+    MAX_GATED_ROWS,
+    DeltaKept,
+    DeltaProjected,
+    DeltaWeights,
+    StateGates,
+    delta_layer,
+)
 from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.delta_net.sizes import CONV_RING, RING, state_len, tail_len, unfit_delta_sizes
 from baton.kernels.implementation import Implementation
@@ -60,6 +67,13 @@ class Layer:
         """Outputs [T, ...] of inputs [T, ...]."""
         names = ("query_THK", "key_THK", "value_THX", "z_THGV", "b_THG", "a_THG")
         x = DeltaProjected(**dict(zip(names, parts, strict=True)))
+        return delta_layer(x, self.weights, self.kept, rows, invariant=self.invariant, implementation=self.form)
+
+    def run_left(self, parts, gates, rows):
+        """The same of inputs without b and a, which are left to the convolution."""
+        x = DeltaProjected(
+            **dict(zip(("query_THK", "key_THK", "value_THX", "z_THGV"), parts, strict=True)), gates=gates
+        )
         return delta_layer(x, self.weights, self.kept, rows, invariant=self.invariant, implementation=self.form)
 
     def chunk(self, inputs, start, slot=0):
@@ -366,6 +380,59 @@ def test_decode_rows_have_the_same_bits_where_each_is_a_program_of_its_own(num_r
     assert found[0][0].float().std() > 0.05
 
 
+def gates_of(num_rows, num_values, row_len, dtype, *, interleaved=False, whole=False):
+    """Rows and weights that the state's gates are products of; of whole 32nds, whose sums are exact, if `whole`."""
+    generator = torch.Generator().manual_seed(row_len)
+
+    def draw(*shape):
+        if whole:
+            return (torch.randint(-8, 9, shape, generator=generator) / 32).to(dtype)
+        return (torch.randn(*shape, generator=generator) / 4).to(dtype)
+
+    x_TD = draw(num_rows, 2 * row_len)[:, :row_len]  # strided
+    weight_XD = draw(2 * HEADS * num_values, row_len)
+    if interleaved:
+        return StateGates(x_TD, *weight_XD.unflatten(0, (HEADS, 2, num_values)).unbind(1))
+    return StateGates(x_TD, *weight_XD.unflatten(0, (2, HEADS, num_values)).unbind(0))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "row_len"),
+    [({}, 8), ({"num_values": 3, "num_taps": 5}, 300), ({"num_values": 1, "value_dim": 32, "num_taps": 2}, 512)],
+)
+def test_gates_that_are_left_to_the_convolution_have_the_bits_of_a_launch_of_their_own(shape, row_len, interleaved):
+    """From sums that are exact; also rows that are not real, and a state that is folded in the step."""
+    apart, left = Layer(TRITON, **shape), Layer(TRITON, **shape)
+    num_values = apart.sizes[2]
+    inputs = apart.inputs(3, seed=5)
+    for layer in (apart, left):
+        for slot, length in enumerate((15, 16, 4)):
+            layer.chunk(layer.inputs(length, seed=slot), 0, slot)
+    rows = rows_of([15, 16, 4], [1, 1, 0], [0, 1, 2], 1)
+    gates = gates_of(3, num_values, row_len, apart.dtype, interleaved=interleaved, whole=True)
+    wanted = apart.run([*inputs[:4], *gates.project()], [rows])
+    found = left.run_left(inputs[:4], gates, [rows])
+    assert same_bits(found, wanted)
+    for was, now in zip(apart.kept.parts, left.kept.parts, strict=True):
+        assert same_bits(was, now)
+    left.guards.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_that_are_left_to_the_convolution_are_the_reference(dtype):
+    reference, triton = Layer(REFERENCE, dtype=dtype), Layer(TRITON, dtype=dtype)
+    found, wanted = [], []
+    for at in range(18):
+        inputs = part(reference.inputs(18), at, at + 1)
+        gates = gates_of(1, 2, 96, dtype)
+        rows = rows_of([at], [1], [0], 1)
+        wanted.append(reference.run_left(inputs[:4], gates, [rows]))
+        found.append(triton.run_left(inputs[:4], gates, [rows]))
+    assert_near(torch.cat(found), torch.cat(wanted), dtype)
+    triton.guards.check()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("length", [1, pytest.param(15, marks=LONG), 16, pytest.param(33, marks=LONG)])
 def test_the_image_of_a_slot_is_that_of_the_layout(length):
@@ -437,6 +504,16 @@ def test_what_does_not_fit_is_refused_by_name():
         layer.run([inputs[0], inputs[1].bfloat16(), *inputs[2:]], [rows_of([0], [9], [0], 9, start=0)])
     with pytest.raises(KernelArgumentInvalid, match="z_THGV"):
         layer.run([*inputs[:3], inputs[3][:8], *inputs[4:]], [rows_of([0], [9], [0], 9, start=0)])
+    gates = gates_of(2, 2, 8, torch.float32)
+    of_one_row = [x[:2] for x in inputs[:4]]
+    for unfit in (rows_of([0], [2], [0], 2, start=0), rows_of([0], [2], [0], 2)):
+        with pytest.raises(KernelArgumentInvalid, match=f"gates: are .* one of each of {MAX_GATED_ROWS} sequences"):
+            layer.run_left(of_one_row, gates, [unfit])
+    two = rows_of([0, 0], [1, 1], [0, 1], 1)
+    with pytest.raises(KernelArgumentInvalid, match="x_TD"):
+        layer.run_left(of_one_row, replace(gates, x_TD=gates.x_TD.bfloat16()), [two])
+    with pytest.raises(KernelArgumentInvalid, match="a_HGD"):
+        layer.run_left(of_one_row, replace(gates, a_HGD=gates.a_HGD[..., :7]), [two])
     kept, state = layer.kept, layer.kept.state.state_NHZ
     odd = torch.empty(len(state), HEADS, state.shape[2] + 1)[..., :-1]
     layer.kept = replace(kept, state=replace(kept.state, state_NHZ=odd))

@@ -19,7 +19,7 @@ from baton.kernels.moe.gemm import Fp8ExpertWeights
 from baton.kernels.pointwise import rms_norm_triton, silu_mul_triton
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape
-from baton.tests.kernels.harness import same_bits
+from baton.tests.kernels.harness import relative_error, same_bits
 from baton.tests.model.harness import Paged
 
 SIZES = {
@@ -142,6 +142,21 @@ def test_every_bit_is_as_if_float8_were_made_apart(model, plans, num_rows, monke
     assert found.isfinite().all()
     monkeypatch.setattr(ops, "num_quantized", lambda *_, **__: None)
     assert same_bits(found, passes(model, num_rows))
+
+
+@pytest.mark.parametrize("model", [("hybrid", Numerics.DEFAULT)], indirect=True)
+def test_state_gates_that_take_no_launch_are_those_of_a_launch(model, monkeypatch):
+    """But for the order of their sums."""
+
+    def hidden():
+        paged = Paged(model, num_sequences=2, capacity_len=8)
+        return torch.cat([paged.trunk([3 + at, 9 + at], paged.decode_batch([0, 1], [at, at], 1)) for at in range(3)])
+
+    found = hidden()
+    monkeypatch.setattr(model.ops, "leaves_gates", lambda _: False)
+    wanted = hidden()
+    assert wanted.isfinite().all()
+    assert relative_error(found, wanted) < 2**-6
 
 
 @pytest.mark.parametrize("model", [("qwen3", Numerics.DEFAULT), ("latent", Numerics.DEFAULT)], indirect=True)
