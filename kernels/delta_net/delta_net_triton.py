@@ -149,17 +149,21 @@ def _norm_kernel(
     x, z, weight, out, z_row, z_head, z_value, eps, num_all: tl.int32,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """N rows of x / rms(x) * w * silu(z), rounded once; rows are value heads of tokens."""
+    """N rows of x / rms(x) * w * silu(z), rounded once; rows are value heads of tokens.
+
+    The weight, which a step has driven out of the cache, and z, which the projections made, are read before the wait.
+    """
     its_N, its_V = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N), tl.arange(0, V)
+    is_NV = (its_N < num_all)[:, None] & (its_V >= 0)[None, :]
+    weight_V = tl.load(weight + its_V)
+    at_N = its_N // (H * G) * z_row + its_N // G % H * z_head + its_N % G * z_value
+    z_NV = tl.load(z + at_N[:, None] + its_V[None, :], mask=is_NV, other=0.0).to(tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    is_NV = (its_N < num_all)[:, None] & (its_V >= 0)[None, :]
-    at_N = its_N // (H * G) * z_row + its_N // G % H * z_head + its_N % G * z_value
     x_NV = tl.load(x + its_N[:, None] * V + its_V[None, :], mask=is_NV, other=0.0)
-    z_NV = tl.load(z + at_N[:, None] + its_V[None, :], mask=is_NV, other=0.0).to(tl.float32)
     scale_N = tl.rsqrt(tl.sum(x_NV * x_NV, axis=1) / V + eps)
-    x_NV = x_NV * scale_N[:, None] * tl.load(weight + its_V)[None, :]
+    x_NV = x_NV * scale_N[:, None] * weight_V[None, :]
     x_NV = x_NV * (z_NV / (1.0 + tl.exp(-z_NV)))
     tl.store(out + its_N[:, None] * V + its_V[None, :], x_NV.to(out.dtype.element_ty), mask=is_NV)
 

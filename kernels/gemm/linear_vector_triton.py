@@ -2,9 +2,9 @@
 """The kernel of `linear_vector`: a GEMM of one or two tokens, without tensor cores.
 
 Such a GEMM takes as long as reading the weight. A program has all columns of a few rows of it, so there are no parts
-to add, and asks for them before it waits for the launch before: they are in its registers, or on their way there, when
-the tokens come. Where the weight is float8, a program makes float8 of the tokens, as `quantize_fp8` does, and
-multiplies them with the scales of both.
+to add, and asks for them, and for their scales, before it waits for the launch before: they are in its registers, or on
+their way there, when the tokens come. Where the weight is float8, a program makes float8 of the tokens, as
+`quantize_fp8` does, and multiplies them with the scales of both.
 
 Shapes: N rows of the weight of a program, K columns, G groups of 128 of them.
 """
@@ -43,16 +43,14 @@ def load_rows(at_N, num_inputs, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _quantized(x, scales_at, num_inputs, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, UE8M0: tl.constexpr):
+def _quantized(x, scale_G, num_inputs, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, UE8M0: tl.constexpr):
     """Float32 [K]: what float8 makes of a token, times the scales of the token and of the weight."""
     group_G = tl.arange(0, COLUMNS // 128)
     at_GC = group_G[:, None] * 128 + tl.arange(0, 128)[None, :]
     if WHOLE:
-        x_GC, scale_G = tl.load(x + at_GC), tl.load(scales_at + group_G)
+        x_GC = tl.load(x + at_GC)
     else:
-        is_group_G = group_G < num_inputs // 128
-        x_GC = tl.load(x + at_GC, mask=is_group_G[:, None], other=0.0)
-        scale_G = tl.load(scales_at + group_G, mask=is_group_G, other=0.0)
+        x_GC = tl.load(x + at_GC, mask=(group_G < num_inputs // 128)[:, None], other=0.0)
     q_GC, x_scale_G1 = quantize_tile(x_GC.to(tl.float32), 1, UE8M0)
     return tl.reshape(q_GC.to(tl.float32) * (x_scale_G1 * scale_G[:, None]), [COLUMNS])
 
@@ -69,13 +67,16 @@ def _vector_kernel(
     # Rows past the end read the last one again, which costs less than a mask; they are not stored.
     at_N = weight + tl.minimum(output_N, N - 1).to(tl.int64) * weight_stride
     weight_NK = load_rows(at_N, num_inputs, COLUMNS, WHOLE)
+    if FP8:
+        group_G = tl.arange(0, COLUMNS // 128)
+        scales_at_G = w_scales + (first // 128).to(tl.int64) * w_scale_stride + group_G
+        scale_G = tl.load(scales_at_G, mask=group_G < num_inputs // 128, other=0.0)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for token in tl.static_range(TOKENS):
         if FP8:
-            scales_at = w_scales + (first // 128).to(tl.int64) * w_scale_stride
-            x_K = _quantized(x + token * x_stride, scales_at, num_inputs, COLUMNS, WHOLE, UE8M0)
+            x_K = _quantized(x + token * x_stride, scale_G, num_inputs, COLUMNS, WHOLE, UE8M0)
         else:
             x_K = load_vector(x + token * x_stride, num_inputs, COLUMNS, WHOLE)
         sum_N = tl.sum(weight_NK.to(tl.float32) * x_K[None, :], axis=1)

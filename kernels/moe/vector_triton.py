@@ -118,21 +118,27 @@ def _down_vector_kernel(
         at_NK = (NUM_EXPERTS - 1) * (D * INNER) + tl.minimum(row_N, D - 1)[:, None] * INNER + column_K[None, :]
         shared_NK = tl.load(down + at_NK, mask=(column_K < INNER)[None, :], other=0.0)
         shared_weight = tl.load(weight + token * CHOSEN + ROUTED).to(tl.float32)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    inner += token * CHOSEN * INNER
     if FP8:
         GROUPS: tl.constexpr = INNER // 128
         pair_P = tl.arange(0, C * (K // 128))  # a choice and a group
         its_P, group_P = pair_P // (K // 128), pair_P % (K // 128)
         own_P = tl.load(expert + token * CHOSEN + its_P, mask=its_P < ROUTED, other=-1).to(tl.int64) - FIRST
         is_own_P = (its_P < ROUTED) & (group_P < GROUPS) & (own_P >= 0) & (own_P < NUM_EXPERTS)
+        scales_at = down_scale + tl.where(is_own_P, own_P, 0) * (D // 128 * GROUPS) + first // 128 * GROUPS + group_P
+        down_scale_P = tl.load(scales_at, mask=is_own_P, other=0.0)
+        if SHARED:
+            group_G = tl.arange(0, K // 128)
+            is_group_G = group_G < GROUPS
+            scale_at = (NUM_EXPERTS - 1) * (D // 128 * GROUPS) + first // 128 * GROUPS + group_G
+            down_scale_G = tl.load(down_scale + scale_at, mask=is_group_G, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    inner += token * CHOSEN * INNER
+    if FP8:
         at_P = its_P * INNER + group_P * 128
         inner_PC = tl.load(inner + at_P[:, None] + tl.arange(0, 128)[None, :], mask=is_own_P[:, None], other=0.0)
         inner_PC, scale_P1 = _in_float8(inner_PC, down.dtype.element_ty, UE8M0)
-        scales_at = down_scale + tl.where(is_own_P, own_P, 0) * (D // 128 * GROUPS) + first // 128 * GROUPS + group_P
-        down_scale_P = tl.load(scales_at, mask=is_own_P, other=0.0)
         inner_CK = tl.reshape(inner_PC * (scale_P1 * down_scale_P[:, None]), [C, K])
     else:
         is_in_CK = is_own_C[:, None] & (column_K < INNER)[None, :]
@@ -144,13 +150,9 @@ def _down_vector_kernel(
     if SHARED:
         inner += ROUTED * INNER
         if FP8:
-            group_G = tl.arange(0, K // 128)
-            is_group_G = group_G < GROUPS
             at_GC = group_G[:, None] * 128 + tl.arange(0, 128)[None, :]
             inner_GC = tl.load(inner + at_GC, mask=is_group_G[:, None], other=0.0)
             inner_GC, scale_G1 = _in_float8(inner_GC, down.dtype.element_ty, UE8M0)
-            scale_at = (NUM_EXPERTS - 1) * (D // 128 * GROUPS) + first // 128 * GROUPS + group_G
-            down_scale_G = tl.load(down_scale + scale_at, mask=is_group_G, other=0.0)
             inner_K = tl.reshape(inner_GC * (scale_G1 * down_scale_G[:, None]), [K])
         else:
             inner_K = tl.load(inner + column_K, mask=column_K < INNER, other=0.0).to(tl.float32)
