@@ -38,6 +38,7 @@ _SHARED_BYTES = 227 << 10  # of a multiprocessor, for programs
 _RESERVED_BYTES = 1 << 10  # of each program
 _REGISTERS = 1 << 16
 _ALIGNMENT = 16
+_ROWS_AT_ONCE = 16  # of activations that TMA copies: boxes past the last row need not be filled with zeros
 
 
 @functools.cache
@@ -67,9 +68,11 @@ def is_form(plan: GemmPlan) -> bool:
     """Whether there is such a program."""
     rows, columns = (plan.BN, plan.BM) if plan.swap else (plan.BM, plan.BN)
     turns = turns_of(plan)
+    rest = rest_of(plan)
     return (
         (rows, plan.workers) in ((64, 1), (64, 2), (128, 2))
-        and columns in (16, 32, 64, 128)
+        and columns - rest in (16, 32, 64, 128)
+        and (rest == 0 or (not plan.swap and plan.splits == 1 and rest in (8, 16, 32, 64)))
         and 1 <= plan.depth * turns <= plan.stages
         # A worker waits for a phase's parity, so it must have seen the phase before: each stage has one worker.
         and plan.stages % turns == 0
@@ -77,6 +80,11 @@ def is_form(plan: GemmPlan) -> bool:
         and shared_bytes(plan) + _RESERVED_BYTES <= _SHARED_BYTES
         and (plan.splits == 1 or programs_at_once(plan) == 1)
     )
+
+
+def rest_of(plan: GemmPlan) -> int:
+    """Rows of the weight in a tile beyond the largest power of two; they have products of their own."""
+    return plan.BN - (1 << plan.BN.bit_length() - 1)
 
 
 def turns_of(plan: GemmPlan) -> int:
@@ -92,17 +100,16 @@ def num_counters(plan: GemmPlan, num_rows: int, num_outputs: int) -> int:
 
 
 def _boxes(plan: GemmPlan) -> tuple[int, int]:
-    """Rows of activations and of the weight that TMA copies at once: the side that warpgroups share is cut for them."""
-    if plan.swap:
-        return plan.BM, min(plan.BN, 64)
-    return min(plan.BM, 64), plan.BN
+    """Rows of activations and of the weight that TMA copies at once."""
+    return min(plan.BM, _ROWS_AT_ONCE), rest_of(plan) or min(plan.BN, 64 if plan.swap else plan.BN)
 
 
 def shared_bytes(plan: GemmPlan) -> int:
     """That a program takes, or a few more."""
     rows, columns = (plan.BN, plan.BM) if plan.swap else (plan.BM, plan.BN)
     joined = 64 * columns * 4 if plan.workers > rows // 64 else 0
-    return plan.stages * (128 * (plan.BM + plan.BN) + 4 * plan.BM + 16) + joined + 384
+    num_blocks = 2 if rest_of(plan) else 1
+    return plan.stages * (128 * (plan.BM + plan.BN) + 4 * plan.BM * num_blocks + 16) + joined + 384
 
 
 def programs_at_once(plan: GemmPlan) -> int:
@@ -184,6 +191,7 @@ def _options(plan: GemmPlan) -> dict[str, Any]:
 
 def _constants(plan: GemmPlan) -> dict[str, Any]:
     """All but `EARLY`."""
+    a_box, w_box = _boxes(plan)
     return {
         "BM": plan.BM,
         "BN": plan.BN,
@@ -192,6 +200,9 @@ def _constants(plan: GemmPlan) -> dict[str, Any]:
         "GROUPS": plan.workers,
         "DEPTH": plan.depth,
         "SPLIT": plan.splits > 1,
+        "REST": rest_of(plan),
+        "A_BOX": a_box,
+        "W_BOX": w_box,
     }
 
 

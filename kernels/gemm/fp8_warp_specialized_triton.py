@@ -42,38 +42,64 @@ def _place(num_rows, K, num_splits, BM: gl.constexpr):
 
 
 @gluon.jit
-def _copy(source, pieces, full, stage, row, group, PIECES: gl.constexpr):
-    """A tile's 128 columns, in pieces of 64 rows if they are for two warpgroups."""
-    for i in gl.static_range(PIECES):
-        piece = pieces.index(stage * PIECES + i)
-        tma.async_copy_global_to_shared(source, [row + i * 64, group * 128], full.index(stage), piece)
+def _boxes(pieces, ROWS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr):
+    """The memory of all stages, a tile of so many rows in each, as what TMA copies at once."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    return pieces._reinterpret(pieces.dtype, [STAGES * (ROWS // BOX), BOX, 128], layout)
+
+
+@gluon.jit
+def _copy(source, boxes, full, stage, row, num_rows, group, ROWS: gl.constexpr, BOX: gl.constexpr):
+    """A tile's 128 columns. TMA takes several times as long to fill in a row past the end as to copy one.
+
+    So the last box that has rows comes in the place of those that have none. Nothing is stored of their rows.
+    """
+    last = (num_rows - 1) // BOX * BOX
+    for i in gl.static_range(ROWS // BOX):
+        box = boxes.index(stage * (ROWS // BOX) + i)
+        at = gl.minimum(row + i * BOX, last)
+        tma.async_copy_global_to_shared(source, [at, group * 128], full.index(stage), box)
+
+
+@gluon.jit
+def _copy_weight(
+    w, w_boxes, rest_boxes, full, stage, row, N, group,
+    WIDE: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr,
+):  # fmt: skip
+    """Both parts of a tile of the weight."""
+    _copy(w, w_boxes, full, stage, row, N, group, WIDE, BOX)
+    if REST > 0:
+        _copy(w, rest_boxes, full, stage, row + WIDE, N, group, REST, BOX)
 
 
 @gluon.jit
 def _produce(
-    a, w, a_pieces, w_pieces, full, empty, num_rows, K, num_splits,
+    a, w, a_pieces, w_pieces, rest_pieces, full, empty, num_rows, N, K, num_splits,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
-    A_PIECES: gl.constexpr, W_PIECES: gl.constexpr,
+    A_BOX: gl.constexpr, W_BOX: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies tiles. The weight depends on nothing: as much of it as there is place for comes first."""
     pm, pn, _, first, last = _place(num_rows, K, num_splits, BM)
     num_groups = last - first
     num_first = gl.minimum(num_groups, STAGES)
+    a_boxes = _boxes(a_pieces, BM, A_BOX, STAGES)
+    w_boxes = _boxes(w_pieces, BN - REST, W_BOX, STAGES)
+    rest_boxes = _boxes(rest_pieces, REST, W_BOX, STAGES) if REST > 0 else w_boxes
     for stage in range(num_first):
         mbarrier.expect(full.index(stage), (BM + BN) * 128)
-        _copy(w, w_pieces, full, stage, pn * BN, first + stage, W_PIECES)
+        _copy_weight(w, w_boxes, rest_boxes, full, stage, pn * BN, N, first + stage, BN - REST, REST, W_BOX)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     for stage in range(num_first):
-        _copy(a, a_pieces, full, stage, pm * BM, first + stage, A_PIECES)
+        _copy(a, a_boxes, full, stage, pm * BM, num_rows, first + stage, BM, A_BOX)
     stage = 0
     parity = 0
     for step in range(STAGES, num_groups):
         mbarrier.wait(empty.index(stage), parity)
         mbarrier.expect(full.index(stage), (BM + BN) * 128)
-        _copy(w, w_pieces, full, stage, pn * BN, first + step, W_PIECES)
-        _copy(a, a_pieces, full, stage, pm * BM, first + step, A_PIECES)
+        _copy_weight(w, w_boxes, rest_boxes, full, stage, pn * BN, N, first + step, BN - REST, REST, W_BOX)
+        _copy(a, a_boxes, full, stage, pm * BM, num_rows, first + step, BM, A_BOX)
         stage += 1
         parity = gl.where(stage == STAGES, parity ^ 1, parity)
         stage = gl.where(stage == STAGES, 0, stage)
@@ -102,16 +128,26 @@ def _row_scales(a_scales, begin, last, stride, row_M, num_rows, PARTS: gl.conste
 
 @gluon.jit
 def _scale(
-    a_scales, w_scales, scales, full, empty, num_rows, K, a_scale_stride, w_scale_stride, num_splits,
+    a_scales, w_scales, scales, full, empty, num_rows, N, K, a_scale_stride, w_scale_stride, num_splits,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PARTS: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """The warp that brings the products of both scales, of a row for each group, several groups ahead."""
+    """The warp that brings the products of both scales, of a row for each group, several groups ahead.
+
+    A tile has rows of one block of 128 rows of the weight, or of two: it then has the products with both.
+    """
     warp_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     pm, pn, _, first, last = _place(num_rows, K, num_splits, BM)
     num_groups = last - first
-    w_scales += (pn * BN // 128).to(gl.int64) * w_scale_stride
+    block = pn * BN // 128
+    next_scales = w_scales + gl.minimum(block + 1, (N - 1) // 128).to(gl.int64) * w_scale_stride
+    w_scales += block.to(gl.int64) * w_scale_stride
     row_M = pm * BM + gl.arange(0, BM // PARTS, warp_layout)
     of_w = _weight_scales(w_scales, first, last)
+    if BLOCKS == 2:
+        of_next = _weight_scales(next_scales, first, last)
+    else:
+        of_next = of_w
     if EARLY:
         gdc_wait()
     of_a = _row_scales(a_scales, first, last, a_scale_stride, row_M, num_rows, PARTS)
@@ -121,14 +157,18 @@ def _scale(
         products = ()
         for i in gl.static_range(_CHUNK * PARTS):
             products = products + (of_w[i // PARTS] * of_a[i],)  # noqa: RUF005
+            if BLOCKS == 2:
+                products = products + (of_next[i // PARTS] * of_a[i],)  # noqa: RUF005
         begin = first + start + _CHUNK
         of_w = _weight_scales(w_scales, begin, last)
+        if BLOCKS == 2:
+            of_next = _weight_scales(next_scales, begin, last)
         of_a = _row_scales(a_scales, begin, last, a_scale_stride, row_M, num_rows, PARTS)
         for i in gl.static_range(_CHUNK):
             if start + i < num_groups:
                 mbarrier.wait(empty.index(stage), parity)
-                for part in gl.static_range(PARTS):
-                    scales.index(stage * PARTS + part).store(products[i * PARTS + part])
+                for part in gl.static_range(PARTS * BLOCKS):
+                    scales.index(stage * (PARTS * BLOCKS) + part).store(products[i * (PARTS * BLOCKS) + part])
                 mbarrier.arrive(full.index(stage), count=1)
                 stage += 1
                 parity = gl.where(stage == STAGES, parity ^ 1, parity)
@@ -136,10 +176,9 @@ def _scale(
 
 
 @gluon.jit
-def _multiply(x_pieces, y_pieces, full, stage, parity, HALF: gl.constexpr, HALVES: gl.constexpr, WIDE: gl.constexpr):
-    """A group's wgmma begun, once its tiles are there; not waited for."""
+def _multiply(x_pieces, y_pieces, stage, HALF: gl.constexpr, HALVES: gl.constexpr, WIDE: gl.constexpr):
+    """A group's wgmma begun; not waited for."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
-    mbarrier.wait(full.index(stage), parity)
     zero = gl.zeros([64, WIDE], gl.float32, layout)
     x = x_pieces.index(stage * HALVES + HALF)
     return warpgroup_mma(x, y_pieces.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -147,51 +186,82 @@ def _multiply(x_pieces, y_pieces, full, stage, parity, HALF: gl.constexpr, HALVE
 
 @gluon.jit
 def _promote(
-    acc, part, scales, empty, stage, SWAP: gl.constexpr, WIDE: gl.constexpr, HALF: gl.constexpr, HALVES: gl.constexpr
-):
-    """The sum with a group's added, in float32, which the tensor cores' own sums are not."""
+    acc, part, scales, stage, border, SWAP: gl.constexpr, WIDE: gl.constexpr, HALF: gl.constexpr, HALVES: gl.constexpr,
+    BLOCKS: gl.constexpr, FROM: gl.constexpr,
+):  # fmt: skip
+    """The sum with a group's added, in float32, which the tensor cores' own sums are not.
+
+    With two blocks, columns from `border` of the tile on have the scales of the second; these begin at column FROM.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     if SWAP:
         acc += part * scales.index(stage).load(gl.SliceLayout(0, layout))[None, :]
-    else:
+    elif BLOCKS == 1:
         acc += part * scales.index(stage * HALVES + HALF).load(gl.SliceLayout(1, layout))[:, None]
-    mbarrier.arrive(empty.index(stage), count=1)
+    else:
+        at = (stage * HALVES + HALF) * 2
+        first = scales.index(at).load(gl.SliceLayout(1, layout))
+        second = scales.index(at + 1).load(gl.SliceLayout(1, layout))
+        is_first = (FROM + gl.arange(0, WIDE, gl.SliceLayout(0, layout)) < border)[None, :]
+        acc += part * gl.where(is_first, first[:, None], second[:, None])
     return acc
 
 
 @gluon.jit
 def _sum(
-    x_pieces, y_pieces, scales, full, empty, num_groups, SWAP: gl.constexpr, WIDE: gl.constexpr,
-    STAGES: gl.constexpr, DEPTH: gl.constexpr, TURN: gl.constexpr, TURNS: gl.constexpr, HALF: gl.constexpr,
-    HALVES: gl.constexpr,
+    x_pieces, y_pieces, rest_pieces, scales, full, empty, num_groups, border, SWAP: gl.constexpr, WIDE: gl.constexpr,
+    REST: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, TURN: gl.constexpr, TURNS: gl.constexpr,
+    HALF: gl.constexpr, HALVES: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's sum over every TURNS-th group, DEPTH of them in the tensor cores at once."""
+    """A warpgroup's sums over every TURNS-th group, DEPTH of them in the tensor cores at once.
+
+    One of WIDE columns, and one of REST columns beside them, if any.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     acc = gl.zeros([64, WIDE], gl.float32, layout)
+    rest = num_groups
+    if REST > 0:
+        rest = gl.zeros([64, REST], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 32]))
     num_own = (num_groups - TURN + TURNS - 1) // TURNS
     stage = TURN
     parity = 0
     for _ in range(num_own // DEPTH):
         parts = ()
+        rest_parts = ()
         stages = ()
         for _i in gl.static_range(DEPTH):
             stages = stages + (stage,)  # noqa: RUF005
-            parts = parts + (_multiply(x_pieces, y_pieces, full, stage, parity, HALF, HALVES, WIDE),)  # noqa: RUF005
+            mbarrier.wait(full.index(stage), parity)
+            parts = parts + (_multiply(x_pieces, y_pieces, stage, HALF, HALVES, WIDE),)  # noqa: RUF005
+            if REST > 0:
+                rest_parts = rest_parts + (_multiply(x_pieces, rest_pieces, stage, HALF, HALVES, REST),)  # noqa: RUF005
             stage += TURNS
             parity = gl.where(stage >= STAGES, parity ^ 1, parity)
             stage = gl.where(stage >= STAGES, stage - STAGES, stage)
         for i in gl.static_range(DEPTH):
-            part = warpgroup_mma_wait(DEPTH - 1 - i, deps=[parts[i]])
-            acc = _promote(acc, part, scales, empty, stages[i], SWAP, WIDE, HALF, HALVES)
+            if REST > 0:
+                part, rest_part = warpgroup_mma_wait(2 * (DEPTH - 1 - i), deps=[parts[i], rest_parts[i]])
+                rest = _promote(rest, rest_part, scales, stages[i], border, SWAP, REST, HALF, HALVES, BLOCKS, WIDE)
+            else:
+                part = warpgroup_mma_wait(DEPTH - 1 - i, deps=[parts[i]])
+            acc = _promote(acc, part, scales, stages[i], border, SWAP, WIDE, HALF, HALVES, BLOCKS, 0)
+            mbarrier.arrive(empty.index(stages[i]), count=1)
     if DEPTH > 1:
         for _ in range(num_own % DEPTH):
-            part = _multiply(x_pieces, y_pieces, full, stage, parity, HALF, HALVES, WIDE)
-            part = warpgroup_mma_wait(0, deps=[part])
-            acc = _promote(acc, part, scales, empty, stage, SWAP, WIDE, HALF, HALVES)
+            mbarrier.wait(full.index(stage), parity)
+            part = _multiply(x_pieces, y_pieces, stage, HALF, HALVES, WIDE)
+            if REST > 0:
+                rest_part = _multiply(x_pieces, rest_pieces, stage, HALF, HALVES, REST)
+                part, rest_part = warpgroup_mma_wait(0, deps=[part, rest_part])
+                rest = _promote(rest, rest_part, scales, stage, border, SWAP, REST, HALF, HALVES, BLOCKS, WIDE)
+            else:
+                part = warpgroup_mma_wait(0, deps=[part])
+            acc = _promote(acc, part, scales, stage, border, SWAP, WIDE, HALF, HALVES, BLOCKS, 0)
+            mbarrier.arrive(empty.index(stage), count=1)
             stage += TURNS
             parity = gl.where(stage >= STAGES, parity ^ 1, parity)
             stage = gl.where(stage >= STAGES, stage - STAGES, stage)
-    return acc
+    return acc, rest
 
 
 @gluon.jit
@@ -237,38 +307,48 @@ def _finish(
 
 @gluon.jit
 def _consume(
-    c, partials, counters, a_pieces, w_pieces, scales, other, full, empty, joined, num_rows, N, K, c_stride, num_splits,
-    WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SWAP: gl.constexpr,
-    GROUPS: gl.constexpr, DEPTH: gl.constexpr, SPLIT: gl.constexpr, EARLY: gl.constexpr,
+    c, partials, counters, a_pieces, w_pieces, rest_pieces, scales, other, other_rest, full, empty, joined, num_rows, N,
+    K, c_stride, num_splits, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    SWAP: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr, SPLIT: gl.constexpr, EARLY: gl.constexpr,
+    REST: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that multiplies: it has 64 rows of the tile, or all of them and every other group of columns."""
     ROWS: gl.constexpr = BN if SWAP else BM
-    WIDE: gl.constexpr = BM if SWAP else BN
+    WIDE: gl.constexpr = BM if SWAP else BN - REST
     HALVES: gl.constexpr = ROWS // 64
     SHARED: gl.constexpr = HALVES < GROUPS  # the warpgroups take turns with the same rows
     HALF: gl.constexpr = 0 if SHARED else WHICH
     TURN: gl.constexpr = WHICH if SHARED else 0
     TURNS: gl.constexpr = GROUPS if SHARED else 1
+    BLOCKS: gl.constexpr = 1 if REST == 0 else 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     pm, pn, split, first, last = _place(num_rows, K, num_splits, BM)
     if EARLY:
         gdc_wait()  # nothing may be written before
     x_pieces = w_pieces if SWAP else a_pieces
     y_pieces = a_pieces if SWAP else w_pieces
-    acc = _sum(
-        x_pieces, y_pieces, scales, full, empty, last - first, SWAP, WIDE, STAGES, DEPTH, TURN, TURNS, HALF, HALVES
-    )
+    border = 128 - pn * BN % 128
+    acc, rest = _sum(
+        x_pieces, y_pieces, rest_pieces, scales, full, empty, last - first, border, SWAP, WIDE, REST, STAGES, DEPTH,
+        TURN, TURNS, HALF, HALVES, BLOCKS,
+    )  # fmt: skip
     m = pm * BM + (0 if SWAP else HALF * 64)
     n = pn * BN + (HALF * 64 if SWAP else 0)
     tile = (pn * ((num_rows + BM - 1) // BM) + pm) * HALVES + HALF
     if SHARED and WHICH == 1:
         other.store(acc)
+        if REST > 0:
+            other_rest.store(rest)
         mbarrier.arrive(joined, count=1)
     else:
         if SHARED:
             mbarrier.wait(joined, 0)
             acc += other.load(layout)
+            if REST > 0:
+                rest += other_rest.load(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 32]))
         _finish(c, acc, partials, counters, num_rows, N, c_stride, num_splits, split, tile, m, n, SWAP, WIDE, SPLIT)
+        if REST > 0:
+            _store(c, rest, num_rows, N, c_stride, m, n + WIDE, SWAP, REST)
 
 
 @gluon.jit(do_not_specialize=_ANY)
@@ -276,24 +356,30 @@ def gemm_kernel(
     a, a_scales, w, w_scales, c, partials, counters, num_rows: gl.int32, N, K, a_scale_stride: gl.int32,
     w_scale_stride: gl.int32, c_stride, num_splits: gl.int32, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, SWAP: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr, SPLIT: gl.constexpr,
-    EARLY: gl.constexpr,
+    EARLY: gl.constexpr, REST: gl.constexpr, A_BOX: gl.constexpr, W_BOX: gl.constexpr,
 ) -> None:  # fmt: skip
-    """A split of a tile of BM tokens and BN rows of the weight."""
+    """A split of a tile of BM tokens and BN rows of the weight.
+
+    REST of these rows have products of their own, so that BN need not be a power of two: tensors' sizes are.
+    """
     kind: gl.constexpr = a.dtype
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    WIDE: gl.constexpr = BM if SWAP else BN
+    WIDE: gl.constexpr = BM if SWAP else BN - REST
     HALVES: gl.constexpr = (BN if SWAP else BM) // 64
     SHARED: gl.constexpr = HALVES < GROUPS
     A_PIECES: gl.constexpr = 1 if SWAP else HALVES
     W_PIECES: gl.constexpr = HALVES if SWAP else 1
+    BLOCKS: gl.constexpr = 1 if REST == 0 else 2
     a_pieces = gl.allocate_shared_memory(kind, [STAGES * A_PIECES, BM // A_PIECES, 128], swizzled)
-    w_pieces = gl.allocate_shared_memory(kind, [STAGES * W_PIECES, BN // W_PIECES, 128], swizzled)
+    w_pieces = gl.allocate_shared_memory(kind, [STAGES * W_PIECES, (BN - REST) // W_PIECES, 128], swizzled)
+    rest_pieces = gl.allocate_shared_memory(kind, [STAGES, REST, 128], swizzled) if REST > 0 else w_pieces
     scales = gl.allocate_shared_memory(
-        gl.float32, [STAGES * A_PIECES, BM // A_PIECES], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.float32, [STAGES * A_PIECES * BLOCKS, BM // A_PIECES], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     other = gl.allocate_shared_memory(gl.float32, [64, WIDE] if SHARED else [1, 1], plain)
+    other_rest = gl.allocate_shared_memory(gl.float32, [64, REST], plain) if SHARED and REST > 0 else other
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     joined = gl.allocate_shared_memory(gl.int64, [1], barriers)
@@ -307,20 +393,22 @@ def gemm_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    c, partials, counters, a_pieces, w_pieces, scales, other, full, empty, joined, num_rows, N, K,
-                    c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT, EARLY,
+                    c, partials, counters, a_pieces, w_pieces, rest_pieces, scales, other, other_rest, full, empty, joined,
+                    num_rows, N, K, c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT,
+                    EARLY, REST,
                 )),
                 (_consume, (
-                    c, partials, counters, a_pieces, w_pieces, scales, other, full, empty, joined, num_rows, N, K,
-                    c_stride, num_splits, gl.constexpr(1), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT, EARLY,
+                    c, partials, counters, a_pieces, w_pieces, rest_pieces, scales, other, other_rest, full, empty, joined,
+                    num_rows, N, K, c_stride, num_splits, gl.constexpr(1), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT,
+                    EARLY, REST,
                 )),
                 (_produce, (
-                    a, w, a_pieces, w_pieces, full, empty, num_rows, K, num_splits,
-                    BM, BN, STAGES, EARLY, A_PIECES, W_PIECES,
+                    a, w, a_pieces, w_pieces, rest_pieces, full, empty, num_rows, N, K, num_splits,
+                    BM, BN, STAGES, EARLY, A_BOX, W_BOX, REST,
                 )),
                 (_scale, (
-                    a_scales, w_scales, scales, full, empty, num_rows, K, a_scale_stride, w_scale_stride, num_splits,
-                    BM, BN, STAGES, EARLY, A_PIECES,
+                    a_scales, w_scales, scales, full, empty, num_rows, N, K, a_scale_stride, w_scale_stride, num_splits,
+                    BM, BN, STAGES, EARLY, A_PIECES, BLOCKS,
                 )),
             ],
             [4, 1, 1],
@@ -330,16 +418,17 @@ def gemm_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    c, partials, counters, a_pieces, w_pieces, scales, other, full, empty, joined, num_rows, N, K,
-                    c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT, EARLY,
+                    c, partials, counters, a_pieces, w_pieces, rest_pieces, scales, other, other_rest, full, empty, joined,
+                    num_rows, N, K, c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT,
+                    EARLY, REST,
                 )),
                 (_produce, (
-                    a, w, a_pieces, w_pieces, full, empty, num_rows, K, num_splits,
-                    BM, BN, STAGES, EARLY, A_PIECES, W_PIECES,
+                    a, w, a_pieces, w_pieces, rest_pieces, full, empty, num_rows, N, K, num_splits,
+                    BM, BN, STAGES, EARLY, A_BOX, W_BOX, REST,
                 )),
                 (_scale, (
-                    a_scales, w_scales, scales, full, empty, num_rows, K, a_scale_stride, w_scale_stride, num_splits,
-                    BM, BN, STAGES, EARLY, A_PIECES,
+                    a_scales, w_scales, scales, full, empty, num_rows, N, K, a_scale_stride, w_scale_stride, num_splits,
+                    BM, BN, STAGES, EARLY, A_PIECES, BLOCKS,
                 )),
             ],
             [1, 1],

@@ -112,7 +112,7 @@ class Shared:
         if len(self.shape) == 1:
             return flat.clone()
         rows, columns = self.shape
-        panel = _PANEL_BYTES // self.dtype.itemsize
+        panel = min(columns, _PANEL_BYTES // self.dtype.itemsize)
         tile = flat.view(columns // panel, rows, panel).permute(1, 0, 2).reshape(rows, columns)
         return tile.T if self.turned else tile
 
@@ -120,7 +120,7 @@ class Shared:
         assert list(value.shape) == self.shape, "another shape"
         if len(self.shape) == 2:
             rows, columns = self.shape
-            panel = _PANEL_BYTES // self.dtype.itemsize
+            panel = min(columns, _PANEL_BYTES // self.dtype.itemsize)
             value = value.reshape(rows, columns // panel, panel).permute(1, 0, 2)
         self.storage[self.at : self.span[2]] = value.reshape(-1).to(self.dtype)
 
@@ -195,6 +195,16 @@ def _assembly(text, _registers, given, **_named):
     return given[0] * 0 if text == "and.b32 $0, $1, 0;" else given[0]
 
 
+class _NewValues(ast.NodeTransformer):
+    """`a += b` makes another value, and does not change one that has another name, too."""
+
+    def visit_AugAssign(self, node):
+        if not isinstance(node.target, ast.Name):
+            return node
+        left = ast.Name(node.target.id, ast.Load())
+        return ast.copy_location(ast.Assign([node.target], ast.BinOp(left, node.op, node.value)), node)
+
+
 @lru_cache(maxsize=64)
 def _code_of(path, changes):
     """A file's code, and what it imports of other files here: their modules, and the names."""
@@ -207,6 +217,7 @@ def _code_of(path, changes):
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "to":
             node.func, node.args = ast.Name("_to", ast.Load()), [node.func.value, *node.args]
+    tree = _NewValues().visit(tree)
     ours = [(node.module, [each.name for each in node.names]) for node in imports if node.module.startswith("baton.")]
     return compile(ast.fix_missing_locations(tree), str(path), "exec"), ours
 
@@ -347,14 +358,23 @@ class Machine:
         values = [each.value() if is_over(each) else each for each in deps]
         return values[0] if len(values) == 1 else tuple(values)
 
-    def load(self, pointer, mask=None, other=torch.nan):
+    def add(self, pointer, value, sem):
+        """Atomically. A look that adds nothing may be early: it sees any number that was there since the launch."""
+        assert sem == "acq_rel"
+        before = pointer.storage[pointer.at].clone()
+        if value == 0:
+            return torch.tensor(self.draw.randint(0, int(before)), dtype=before.dtype)
+        pointer.storage[pointer.at] += value
+        return before
+
+    def load(self, pointer, mask=None, other=torch.nan, cache_modifier=""):
         at, mask = pointer.places(mask)
         found = pointer.storage[torch.where(mask, at, 0)]
         return found if mask.all() else torch.where(mask, found, torch.tensor(other, dtype=found.dtype))
 
     def store(self, pointer, value, mask=None):
         at, mask = pointer.places(mask)
-        storage, value = pointer.storage, value.to(pointer.storage.dtype)
+        storage, value = pointer.storage, torch.as_tensor(value).to(pointer.storage.dtype)
         if value.dtype in _ONE_BYTE:
             storage, value = storage.view(torch.uint8), value.view(torch.uint8)
         storage[at[mask]] = value.expand(at.shape)[mask]
@@ -375,7 +395,8 @@ class Machine:
             full=lambda shape, value, kind, _layout: torch.full(shape, float(value), dtype=kind),
             convert_layout=lambda value, _layout: value,
             zeros_like=torch.zeros_like,
-            where=torch.where, exp=torch.exp, exp2=torch.exp2, log2=torch.log2, abs=torch.abs,
+            where=lambda mask, a, b: torch.where(as_tensor(mask), a, b), atomic_add=self.add,
+            exp=torch.exp, exp2=torch.exp2, log2=torch.log2, abs=torch.abs,
             fma=lambda a, b, c: a * b + c,
             maximum=lambda a, b: torch.maximum(as_tensor(a), as_tensor(b)),
             minimum=lambda a, b: torch.minimum(as_tensor(a), as_tensor(b)),
@@ -414,7 +435,7 @@ class Machine:
 
 
 class Model:
-    """In the place of a kernel's launcher: programs one after another; their machines are kept."""
+    """In the place of a kernel's launcher: programs one after another, in a drawn order; their machines are kept."""
 
     def __init__(self, kernel, seed=0, changes=()):
         """`changes` of sources: texts, and what stands for them."""
@@ -425,7 +446,9 @@ class Model:
         by_name = dict(constants.by_name)
         given = dict(zip(self.arg_names, map(_as_given, arguments), strict=False))
         given |= {name: by_name[name] for name in self.arg_names if name in by_name}
-        for place in product(*map(range, grid)):
+        places = list(product(*map(range, grid)))
+        random.Random(self.seed).shuffle(places)
+        for place in places:
             machine = Machine(place, grid, random.Random(f"{self.seed} {place}"), self.changes)
             self.machines.append(machine)
             kernel = machine.source(self.path)[self.name]
@@ -451,14 +474,15 @@ def counts_of(machine):
 
 
 def grouped(trace):
-    """The copies of one barrier as one."""
-    made = []
+    """The copies of one phase of a barrier as one, begun where it expects them."""
+    made, expecting = [], {}
     for what in trace:
         if what[0] == "expect":
             made.append(("copy", what[1], []))
+            expecting[what[1]] = made[-1][2]
         elif what[0] == "copy":
-            assert made[-1][:2] == what[:2], "copies of a barrier follow what it expects"
-            made[-1][2].append(what[2])
+            assert what[1] in expecting, "copies of a barrier follow what it expects"
+            expecting[what[1]].append(what[2])
         else:
             made.append(what)
     return made
