@@ -340,7 +340,8 @@ def _check_plan(plan: GemmPlan, weight: Fp8Weight) -> None:
     divides = is_step and num_groups % plan.groups == 0 and plan.splits <= num_groups // plan.groups
     require(divides, "plan", f"cuts {num_groups} groups into {plan.splits} parts, steps of {plan.groups}")
     widths = (16, 32, 64, GROUP_LEN) if plan.swap else (32, 64, GROUP_LEN)
-    require(plan.BN in widths, "plan", f"has tiles of {plan.BN} rows of the weight, not one of {widths}")
+    is_width = bool(plan.workers) or plan.BN in widths
+    require(is_width, "plan", f"has tiles of {plan.BN} rows of the weight, not one of {widths}")
     is_form = not plan.workers or gemm_fp8_hopper_triton.is_form(plan)
     require(is_form, "plan", f"has {plan.workers} workers for tiles, stages, depth or splits that are not for them")
 

@@ -79,10 +79,11 @@ class TileCost:
     costs: tuple[float, ...]
 
     def splits(self, M: int, N: int, K: int, machine: Machine) -> Iterator[int]:
-        """Numbers of splits to compare; only 1 where a second program fits on the multiprocessor."""
+        """Numbers of splits to compare; only 1 where a second program fits on the multiprocessor, or BN is uneven."""
         yield 1
         num_tiles = -(-M // self.tile.BM) * -(-N // self.tile.BN)
-        if self.num_at_once > 1 or num_tiles >= machine.num_sms:
+        is_even = self.tile.BN & (self.tile.BN - 1) == 0
+        if self.num_at_once > 1 or num_tiles >= machine.num_sms or not is_even:
             return
         for splits in SPLITS[1:]:
             if K // GROUP_LEN >= _MIN_GROUPS * splits and num_tiles * splits <= _MAX_PROGRAMS:

@@ -4,11 +4,14 @@
 Here warps are specialized: one warp copies tiles to shared memory by TMA, another brings scales, and one
 or two warpgroups do nothing but multiply and add. So a tile of few rows of the weight needs no more than a tile's
 warps, all that a multiprocessor has of shared memory is stages on their way, and where the weight has rows enough for
-every multiprocessor nothing need be split. Tokens past the last are zeros, filled in by TMA and never read.
+every multiprocessor nothing need be split. What tokens past the last multiply is never stored.
 
 The copying warp fills all stages with the weight before it waits for the launch before (`kernels.dependent_launch`).
 Two warpgroups have 64 rows of the tile each, or, if the tile has no more, take turns with groups of 128 columns, and
 add their sums at the end, in one order.
+
+Where tiles of a power of two would leave the last round of programs nearly empty, a tile has two parts, e.g. 32 and 16
+rows of the weight, each with products and sums of its own.
 
 It is written in Gluon, which Triton's interpreter cannot run: `fits` says where it may be used. Splits are for tiles
 that fill a multiprocessor: it refuses them where a second program has place beside the first (`is_form`).
@@ -38,7 +41,7 @@ _SHARED_BYTES = 227 << 10  # of a multiprocessor, for programs
 _RESERVED_BYTES = 1 << 10  # of each program
 _REGISTERS = 1 << 16
 _ALIGNMENT = 16
-_ROWS_AT_ONCE = 16  # of activations that TMA copies: boxes past the last row need not be filled with zeros
+_ROWS_AT_ONCE = 16  # of activations that TMA copies; a tile has few then that it must fill with zeros
 
 
 @functools.cache
@@ -83,8 +86,8 @@ def is_form(plan: GemmPlan) -> bool:
 
 
 def rest_of(plan: GemmPlan) -> int:
-    """Rows of the weight in a tile beyond the largest power of two; they have products of their own."""
-    return plan.BN - (1 << plan.BN.bit_length() - 1)
+    """Rows of the weight in a tile beyond the largest power of two, the second part."""
+    return plan.BN - (1 << plan.BN.bit_length() >> 1)
 
 
 def turns_of(plan: GemmPlan) -> int:
@@ -100,7 +103,7 @@ def num_counters(plan: GemmPlan, num_rows: int, num_outputs: int) -> int:
 
 
 def _boxes(plan: GemmPlan) -> tuple[int, int]:
-    """Rows of activations and of the weight that TMA copies at once."""
+    """Rows of activations and of the weight that TMA copies at once: of the weight what divides both parts."""
     return min(plan.BM, _ROWS_AT_ONCE), rest_of(plan) or min(plan.BN, 64 if plan.swap else plan.BN)
 
 
@@ -255,6 +258,14 @@ def variants() -> list[Variant]:
         GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=2),
         GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=1),
         GemmPlan(swap=False, BM=64, BN=64, stages=12, workers=2, splits=2),
+        GemmPlan(swap=False, BM=64, BN=40, stages=12, workers=2),
+        GemmPlan(swap=False, BM=64, BN=80, stages=10, workers=2),
+        GemmPlan(swap=False, BM=64, BN=160, stages=6, workers=2, depth=1),
+        GemmPlan(swap=False, BM=64, BN=192, stages=6, workers=1, depth=1),
+        GemmPlan(swap=False, BM=128, BN=48, stages=9, workers=2),
+        GemmPlan(swap=False, BM=128, BN=96, stages=7, workers=2),
+        GemmPlan(swap=False, BM=128, BN=136, stages=6, workers=2, depth=1),
+        GemmPlan(swap=False, BM=128, BN=192, stages=5, workers=2, depth=1),
         GemmPlan(swap=False, BM=128, BN=64, stages=8, workers=2),
         GemmPlan(BM=16, BN=64, stages=20, workers=1, depth=4),
         GemmPlan(BM=32, BN=64, stages=16, workers=2, splits=2),

@@ -50,9 +50,9 @@ def _boxes(pieces, ROWS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _copy(source, boxes, full, stage, row, num_rows, group, ROWS: gl.constexpr, BOX: gl.constexpr):
-    """A tile's 128 columns. TMA takes several times as long to fill in a row past the end as to copy one.
+    """A tile's 128 columns, box by box; in the place of a box that is past the last row comes the last that is not.
 
-    So the last box that has rows comes in the place of those that have none. Nothing is stored of their rows.
+    TMA seems to take several times as long to fill a row with zeros as to copy one. Nothing is stored of such rows.
     """
     last = (num_rows - 1) // BOX * BOX
     for i in gl.static_range(ROWS // BOX):
@@ -202,7 +202,8 @@ def _promote(
         at = (stage * HALVES + HALF) * 2
         first = scales.index(at).load(gl.SliceLayout(1, layout))
         second = scales.index(at + 1).load(gl.SliceLayout(1, layout))
-        is_first = (FROM + gl.arange(0, WIDE, gl.SliceLayout(0, layout)) < border)[None, :]
+        # Blocks end at multiples of eight: so told, a thread's neighbours share a choice.
+        is_first = (((FROM + gl.arange(0, WIDE, gl.SliceLayout(0, layout))) >> 3) < (border >> 3))[None, :]
         acc += part * gl.where(is_first, first[:, None], second[:, None])
     return acc
 
@@ -393,13 +394,13 @@ def gemm_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    c, partials, counters, a_pieces, w_pieces, rest_pieces, scales, other, other_rest, full, empty, joined,
-                    num_rows, N, K, c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT,
+                    c, partials, counters, a_pieces, w_pieces, rest_pieces, scales, other, other_rest, full, empty,
+                    joined, num_rows, N, K, c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT,
                     EARLY, REST,
                 )),
                 (_consume, (
-                    c, partials, counters, a_pieces, w_pieces, rest_pieces, scales, other, other_rest, full, empty, joined,
-                    num_rows, N, K, c_stride, num_splits, gl.constexpr(1), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT,
+                    c, partials, counters, a_pieces, w_pieces, rest_pieces, scales, other, other_rest, full, empty,
+                    joined, num_rows, N, K, c_stride, num_splits, gl.constexpr(1), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT,
                     EARLY, REST,
                 )),
                 (_produce, (
@@ -418,8 +419,8 @@ def gemm_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    c, partials, counters, a_pieces, w_pieces, rest_pieces, scales, other, other_rest, full, empty, joined,
-                    num_rows, N, K, c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT,
+                    c, partials, counters, a_pieces, w_pieces, rest_pieces, scales, other, other_rest, full, empty,
+                    joined, num_rows, N, K, c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT,
                     EARLY, REST,
                 )),
                 (_produce, (

@@ -1,6 +1,6 @@
 """On a Hopper GPU: float8 GEMMs with warp specialization, in every tile that is tuned or may be, against torch."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from baton.kernels.gemm.fp8_weight import quantize_weight
 from baton.kernels.gemm.quantize_fp8 import quantize_fp8
 from baton.kernels.gemm.workspace import GemmWorkspace, default_workspace
 from baton.kernels.tuning import table
+from baton.scripts import fit_gemm_cost
 from baton.tests.kernels.harness import Guards, relative_error, same_bits, strided
 
 CUDA = torch.device("cuda", 0)
@@ -32,6 +33,7 @@ def plans():
     rows = [row for name in TABLES for sizes in table().get(name, {}).values() for row in sizes.values()]
     rows += [row for point in cases.tuning() if point.size <= FEW_ROWS for row in point.candidates]
     found = [GemmPlan(**row) for row in rows if row.get("workers")]
+    found += [GemmPlan(**asdict(tile)) for tile in fit_gemm_cost.TILES if tile.BN & (tile.BN - 1)]
     return sorted({replace(plan, splits=min(plan.splits, 2)) for plan in found}, key=str)
 
 

@@ -231,7 +231,19 @@ def test_what_does_not_fit_is_refused_by_name():
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    "plan", [GemmPlan(splits=3), GemmPlan(groups=4), GemmPlan(swap=False, BN=16), GemmPlan(BN=48)], ids=str
+    "plan",
+    [
+        GemmPlan(splits=3),
+        GemmPlan(groups=4),
+        GemmPlan(swap=False, BN=16),
+        GemmPlan(BN=48),
+        GemmPlan(swap=False, BM=64, BN=48),
+        *[GemmPlan(swap=False, BM=64, BN=BN, workers=2) for BN in (0, 8, 36, 68, 112, 256)],
+        GemmPlan(swap=False, BM=64, BN=48, workers=2, splits=2),
+        GemmPlan(BM=48, BN=64, workers=2),
+        GemmPlan(BM=16, BN=96, workers=2),
+    ],
+    ids=str,
 )
 def test_a_plan_that_cannot_be_is_refused_by_name(plan):
     x, weight = data(3, 64, 512 if plan.groups == 4 else 256)

@@ -141,6 +141,14 @@ def test_what_predictions_launch_is_compiled_for_the_gates():
         assert cost.num_at_once > 1 or f"{name} split" in traits
 
 
+def test_tiles_of_two_parts_are_not_split():
+    for BN in (32, 48, 80, 128, 160):
+        tile = fp8_cost.Tile(False, 64, BN, 6, 2, 1)
+        assert is_form(GemmPlan(**asdict(tile))), BN
+        splits = [*fp8_cost.TileCost(tile, 1, 128, ()).splits(64, 1024, 8192, H200)]
+        assert (len(splits) > 1) is (BN in (32, 128)), BN
+
+
 def test_more_bandwidth_helps_and_more_work_costs():
     for M in (1, 64, 128, 4096):
         for N, K in ((1024, 1024), (5120, 5120), (27_648, 5120)):

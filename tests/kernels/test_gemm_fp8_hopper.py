@@ -136,7 +136,7 @@ FAULTS = {
         "        mbarrier.wait(empty.index(stage), parity)\n        mbarrier.expect", "        mbarrier.expect",
     ),
     "a stage is given back before its second part is multiplied": (
-        "part, rest_part = warpgroup_mma_wait(2 * (DEPTH - 1 - i)", "part, rest_part = warpgroup_mma_wait(2 * (DEPTH - i)",
+        "warpgroup_mma_wait(2 * (DEPTH - 1 - i)", "warpgroup_mma_wait(2 * (DEPTH - 1 - i) + 1",
     ),
     "a warpgroup's sums are read before they are stored": ("            mbarrier.wait(joined, 0)\n", ""),
 }  # fmt: skip
