@@ -395,13 +395,13 @@ def gemm_kernel(
             [
                 (_consume, (
                     c, partials, counters, a_pieces, w_pieces, rest_pieces, scales, other, other_rest, full, empty,
-                    joined, num_rows, N, K, c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT,
-                    EARLY, REST,
+                    joined, num_rows, N, K, c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS,
+                    DEPTH, SPLIT, EARLY, REST,
                 )),
                 (_consume, (
                     c, partials, counters, a_pieces, w_pieces, rest_pieces, scales, other, other_rest, full, empty,
-                    joined, num_rows, N, K, c_stride, num_splits, gl.constexpr(1), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT,
-                    EARLY, REST,
+                    joined, num_rows, N, K, c_stride, num_splits, gl.constexpr(1), BM, BN, STAGES, SWAP, GROUPS,
+                    DEPTH, SPLIT, EARLY, REST,
                 )),
                 (_produce, (
                     a, w, a_pieces, w_pieces, rest_pieces, full, empty, num_rows, N, K, num_splits,
@@ -420,8 +420,8 @@ def gemm_kernel(
             [
                 (_consume, (
                     c, partials, counters, a_pieces, w_pieces, rest_pieces, scales, other, other_rest, full, empty,
-                    joined, num_rows, N, K, c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT,
-                    EARLY, REST,
+                    joined, num_rows, N, K, c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS,
+                    DEPTH, SPLIT, EARLY, REST,
                 )),
                 (_produce, (
                     a, w, a_pieces, w_pieces, rest_pieces, full, empty, num_rows, N, K, num_splits,
