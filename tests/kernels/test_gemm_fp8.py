@@ -238,10 +238,6 @@ def test_what_does_not_fit_is_refused_by_name():
         GemmPlan(swap=False, BN=16),
         GemmPlan(BN=48),
         GemmPlan(swap=False, BM=64, BN=48),
-        *[GemmPlan(swap=False, BM=64, BN=BN, workers=2) for BN in (0, 8, 36, 68, 112, 256)],
-        GemmPlan(swap=False, BM=64, BN=48, stages=12, workers=2, splits=2),
-        GemmPlan(BM=48, BN=64, workers=2),
-        GemmPlan(BM=16, BN=96, workers=2),
     ],
     ids=str,
 )

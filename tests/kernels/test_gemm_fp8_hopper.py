@@ -64,6 +64,21 @@ def problem(M, N, K, seed=0):
     return *quantize_fp8(x), weight
 
 
+def test_widths_are_powers_of_two_or_two_of_them():
+    plan = GemmPlan(swap=False, BM=64, BN=64, stages=4, workers=2, depth=1)
+    widths = [BN for BN in range(-8, 300) if hopper.is_form(replace(plan, BN=BN))]
+    assert widths == [16, 24, 32, 40, 48, 64, 72, 80, 96, 128, 136, 144, 160, 192]
+    assert not hopper.is_form(replace(plan, BM=48))
+    full = replace(plan, BN=48, stages=12)
+    assert hopper.programs_at_once(full) == 1
+    assert hopper.is_form(full)
+    assert not hopper.is_form(replace(full, splits=2)), "parts are added for one width alone"
+    swapped = GemmPlan(BM=16, BN=64, stages=4, workers=2, depth=1)
+    assert hopper.is_form(swapped)
+    assert not any(hopper.is_form(replace(swapped, BN=BN)) for BN in (48, 96, 192))
+    assert not any(hopper.is_form(replace(swapped, BM=BM)) for BM in (24, 48))
+
+
 # Rows, outputs, inputs. Tiles that are not full, and boxes of rows past the last; tiles over two blocks of scales, of
 # which the last tile has no second; one group, and more than there are stages.
 SHAPES = [(5, 200, 384), (16, 320, 640), (33, 640, 256), (1, 72, 128), (96, 384, 512), (130, 150, 256), (48, 896, 128)]
