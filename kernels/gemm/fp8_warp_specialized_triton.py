@@ -50,14 +50,13 @@ def _boxes(pieces, ROWS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _copy(source, boxes, full, stage, row, num_rows, group, ROWS: gl.constexpr, BOX: gl.constexpr):
-    """A tile's 128 columns, box by box; in the place of a box that is past the last row comes the last that is not.
+    """A tile's 128 columns, box by box; in the place of a box that is past the last row comes the first of all.
 
     TMA seems to take several times as long to fill a row with zeros as to copy one. Nothing is stored of such rows.
     """
-    last = (num_rows - 1) // BOX * BOX
     for i in gl.static_range(ROWS // BOX):
         box = boxes.index(stage * (ROWS // BOX) + i)
-        at = gl.minimum(row + i * BOX, last)
+        at = gl.where(row + i * BOX < num_rows, row + i * BOX, 0)
         tma.async_copy_global_to_shared(source, [at, group * 128], full.index(stage), box)
 
 
