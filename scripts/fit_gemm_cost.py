@@ -76,23 +76,11 @@ TILES = (
     _tile(64, 32, 8, 1),
     _tile(128, 32, 10, 2),
     # Of two parts: BN is no power of two.
-    _tile(64, 40, 12, 2),
-    _tile(64, 48, 12, 2),
-    _tile(64, 72, 10, 2),
     _tile(64, 80, 10, 2),
-    _tile(64, 96, 8, 2),
     _tile(64, 136, 6, 1),
-    _tile(64, 144, 6, 1),
     _tile(64, 160, 6, 1),
     Tile(False, 64, 192, 6, 1, 1),
-    _tile(128, 40, 10, 2),
-    _tile(128, 48, 9, 2),
-    _tile(128, 72, 8, 2),
-    _tile(128, 80, 8, 2),
-    _tile(128, 96, 7, 2),
     _tile(128, 136, 6, 1),
-    _tile(128, 144, 6, 1),
-    _tile(128, 160, 5, 1),
     _tile(128, 192, 5, 1),
 )
 
@@ -114,7 +102,9 @@ def parsed(name: str) -> tuple[Tile, int] | None:
 
 def max_rows(tile: Tile) -> int | None:
     """That a tile is measured with; None: any number."""
-    return None if tile in _LARGE_TILES else min(_LARGE, 4 * tile.BM)
+    if tile in _LARGE_TILES:
+        return None
+    return tile.BM if tile.is_of_two_parts else min(_LARGE, 4 * tile.BM)
 
 
 def nonnegative(work_PF: np.ndarray, us_P: np.ndarray) -> tuple[float, ...]:
@@ -136,13 +126,20 @@ def machine_of(kept: Mapping[str, Any]) -> Machine:
     return H200 if "H200" in kept["hardware"] else H100
 
 
+def _rows_of(kept: Mapping[str, Any]) -> Iterator[Row]:
+    """To fit to. Beside tiles of two parts only the fastest of the others were measured: those times do not count."""
+    yield from kept["rows"]
+    for M, N, K, times in kept.get("two_part_tiles", {}).get("rows", ()):
+        yield M, N, K, {name: us for name, us in times.items() if (plan := parsed(name)) and plan[0].is_of_two_parts}
+
+
 def fit(*measured: Mapping[str, Any]) -> Costs:
     """The costs of all tiles and of the library."""
     from baton.kernels.gemm.fp8_hopper_triton import programs_at_once
 
     points = defaultdict(list)
     library = []
-    for machine, M, N, K, times in ((machine_of(kept), *row) for kept in measured for row in kept["rows"]):
+    for machine, M, N, K, times in ((machine_of(kept), *row) for kept in measured for row in _rows_of(kept)):
         for name, us in times.items():
             if name == "library":
                 if M >= LIBRARY_ROWS:

@@ -30,6 +30,7 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12)
 _MIN_GROUPS = 3  # minimum groups of a split
 _MAX_PROGRAMS = 300  # maximum programs of a split-K GEMM
 _FEW_ROWS = 16  # up to here only the smallest tile is considered
+_TWO_PARTS_GAIN = 0.03  # least predicted gain for which a tile of two parts is chosen: few shapes were measured with it
 _MID_ROWS = 64  # beyond that, tiles of up to this many rows, or up to M if larger, are considered
 
 
@@ -61,6 +62,11 @@ class Tile:
     workers: int
     depth: int
 
+    @property
+    def is_of_two_parts(self) -> bool:
+        """Whether BN is no power of two."""
+        return self.BN & (self.BN - 1) != 0
+
 
 @dataclass(frozen=True, slots=True)
 class TileCost:
@@ -79,11 +85,10 @@ class TileCost:
     costs: tuple[float, ...]
 
     def splits(self, M: int, N: int, K: int, machine: Machine) -> Iterator[int]:
-        """Numbers of splits to compare; only 1 where a second program fits on the multiprocessor, or BN is uneven."""
+        """Numbers of splits to compare; only 1 where a second program fits on the multiprocessor, or of two parts."""
         yield 1
         num_tiles = -(-M // self.tile.BM) * -(-N // self.tile.BN)
-        is_even = self.tile.BN & (self.tile.BN - 1) == 0
-        if self.num_at_once > 1 or num_tiles >= machine.num_sms or not is_even:
+        if self.num_at_once > 1 or num_tiles >= machine.num_sms or self.tile.is_of_two_parts:
             return
         for splits in SPLITS[1:]:
             if K // GROUP_LEN >= _MIN_GROUPS * splits and num_tiles * splits <= _MAX_PROGRAMS:
@@ -160,7 +165,7 @@ def library_us(M: int, N: int, K: int, machine: Machine) -> float:
 
 
 def best(M: int, N: int, K: int, machine: Machine) -> Prediction:
-    """Return the tile and number of splits with the shortest predicted time.
+    """Return the tile and number of splits with the shortest predicted time, of two parts only if clearly shorter.
 
     Args:
         M: rows of the activations, positive.
@@ -169,13 +174,15 @@ def best(M: int, N: int, K: int, machine: Machine) -> Prediction:
         machine: GPU.
     """
     found: Prediction | None = None
+    shortest = math.inf
     for cost in fitted().tiles:
         if not cost.is_for(M):
             continue
         for splits in cost.splits(M, N, K, machine):
             us = _sum(cost.costs, work_of(cost.tile, cost.num_at_once, splits, M, N, K, machine))
-            if found is None or us < found.us:
-                found = Prediction(cost.tile, splits, us)
+            compared = us / (1 - _TWO_PARTS_GAIN) if cost.tile.is_of_two_parts else us
+            if compared < shortest:
+                found, shortest = Prediction(cost.tile, splits, us), compared
     assert found is not None, "there are tiles for any number of rows"
     return found
 

@@ -10,7 +10,7 @@ The copying warp fills all stages with the weight before it waits for the launch
 Two warpgroups have 64 rows of the tile each, or, if the tile has no more, take turns with groups of 128 columns, and
 add their sums at the end, in one order.
 
-Where tiles of a power of two would leave the last round of programs nearly empty, a tile has two parts, e.g. 32 and 16
+Where tiles of a power of two would leave the last round of programs nearly empty, a tile has two parts, e.g. 64 and 16
 rows of the weight, each with products and sums of its own.
 
 It is written in Gluon, which Triton's interpreter cannot run: `fits` says where it may be used. Splits are for tiles
@@ -41,6 +41,7 @@ _SHARED_BYTES = 227 << 10  # of a multiprocessor, for programs
 _RESERVED_BYTES = 1 << 10  # of each program
 _REGISTERS = 1 << 16
 _ALIGNMENT = 16
+_TWO_PARTS = {64: (80, 136, 160, 192), 128: (136, 192)}  # rows of the weight, by tokens; others gained nothing
 _ROWS_AT_ONCE = 16  # of activations that TMA copies; a tile has few then that it must fill with zeros
 
 
@@ -72,10 +73,10 @@ def is_form(plan: GemmPlan) -> bool:
     rows, columns = (plan.BN, plan.BM) if plan.swap else (plan.BM, plan.BN)
     turns = turns_of(plan)
     rest = rest_of(plan)
+    is_two_parts = plan.BN in _TWO_PARTS.get(plan.BM, ())
     return (
         (rows, plan.workers) in ((64, 1), (64, 2), (128, 2))
-        and columns - rest in (16, 32, 64, 128)
-        and (rest == 0 or (not plan.swap and plan.splits == 1 and rest in (8, 16, 32, 64)))
+        and (columns in (16, 32, 64, 128) if rest == 0 else not plan.swap and plan.splits == 1 and is_two_parts)
         and 1 <= plan.depth * turns <= plan.stages
         # A worker waits for a phase's parity, so it must have seen the phase before: each stage has one worker.
         and plan.stages % turns == 0
@@ -254,18 +255,10 @@ def variants() -> list[Variant]:
     for plan in (
         *plans,
         *predicted,
-        *[replace(plan, splits=2) for plan in predicted if programs_at_once(plan) == 1],
+        *[split for plan in predicted if is_form(split := replace(plan, splits=2))],
         GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=2),
         GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=1),
         GemmPlan(swap=False, BM=64, BN=64, stages=12, workers=2, splits=2),
-        GemmPlan(swap=False, BM=64, BN=40, stages=12, workers=2),
-        GemmPlan(swap=False, BM=64, BN=80, stages=10, workers=2),
-        GemmPlan(swap=False, BM=64, BN=160, stages=6, workers=2, depth=1),
-        GemmPlan(swap=False, BM=64, BN=192, stages=6, workers=1, depth=1),
-        GemmPlan(swap=False, BM=128, BN=48, stages=9, workers=2),
-        GemmPlan(swap=False, BM=128, BN=96, stages=7, workers=2),
-        GemmPlan(swap=False, BM=128, BN=136, stages=6, workers=2, depth=1),
-        GemmPlan(swap=False, BM=128, BN=192, stages=5, workers=2, depth=1),
         GemmPlan(swap=False, BM=128, BN=64, stages=8, workers=2),
         GemmPlan(BM=16, BN=64, stages=20, workers=1, depth=4),
         GemmPlan(BM=32, BN=64, stages=16, workers=2, splits=2),

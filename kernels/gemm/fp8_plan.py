@@ -45,7 +45,7 @@ class GemmPlan:
         swap: whether the weight's rows take the M side of the tensor cores' tiles.
         BM: tokens of a tile.
         BN: rows of the weight in a tile, 32, 64 or 128; with swapped operands also 16. With workers and without splits
-            or swapped operands, also these plus a smaller power of two, 8 or more, e.g. 48, 80, 136 or 160.
+            or swapped operands, also 136 and 192, and with 64 tokens 80 and 160.
         groups: groups of 128 columns in a step, 1 or 2, or 4 if scales are copied; must divide the number of groups in
             K.
         stages: steps in flight at once.

@@ -83,7 +83,7 @@ def test_of_shapes_that_nothing_was_fitted_to_the_faster_of_both_is_chosen():
         plan, is_slower = predicted_plan(size_of(M), N, K, H100)
         if fit_gemm_cost.parsed(times["own_plan"]) == (fp8_cost.best(size_of(M), N, K, H100).tile, plan.splits):
             losses.append(min(times["own"], times["library"]) / (times["library"] if is_slower else times["own"]))
-    assert len(losses) > 150
+    assert len(losses) > 140, "all but those of tiles that came later"
     assert statistics.mean(losses) > 0.985
     assert min(losses) > 0.75
 
@@ -138,15 +138,63 @@ def test_what_predictions_launch_is_compiled_for_the_gates():
             f"gemm_fp8 hopper {side} {plan.BM}x{plan.BN} stages={plan.stages} workers={plan.workers} depth={plan.depth}"
         )
         assert name in traits
-        assert cost.num_at_once > 1 or f"{name} split" in traits
+        assert (f"{name} split" in traits) is is_form(replace(plan, splits=2))
 
 
 def test_tiles_of_two_parts_are_not_split():
-    for BN in (32, 48, 80, 128, 160):
+    for BN in (32, 80, 128, 136, 160):
         tile = fp8_cost.Tile(False, 64, BN, 6, 2, 1)
         assert is_form(GemmPlan(**asdict(tile))), BN
         splits = [*fp8_cost.TileCost(tile, 1, 128, ()).splits(64, 1024, 8192, H200)]
         assert (len(splits) > 1) is (BN in (32, 128)), BN
+
+
+def test_tiles_of_two_parts_are_chosen_where_they_were_the_fastest():
+    """Before them the fastest other library took 1.006 times as long as the chosen plan, in 22 cells less than 0.9."""
+    of_best, of_others, num_two_parts = [], [], 0
+    for M, N, K, times in MANY["two_part_tiles"]["rows"]:
+        size = size_of(M)
+        best = fp8_cost.best(size, N, K, H200)
+        is_two_parts = best.tile.is_of_two_parts and best.us <= fp8_cost.library_us(size, N, K, H200)
+        chosen = times[fit_gemm_cost.name_of(best.tile, best.splits) if is_two_parts else "default"]
+        plans = [us for name, us in times.items() if fit_gemm_cost.parsed(name) or name in ("default", "library")]
+        of_best.append(min(plans) / chosen)
+        of_others.append(min(times[name] for name in ("library", "deep_gemm") if name in times) / chosen)
+        num_two_parts += is_two_parts
+        assert not is_two_parts or chosen < 1.01 * times["default"], (M, N, K)
+    assert len(of_best) == 58
+    assert num_two_parts > 15
+    assert statistics.mean(of_best) > 0.98
+    assert min(of_best) > 0.84
+    assert statistics.mean(of_others) > 1.05
+    assert min(of_others) > 0.83
+    assert sum(ratio < 0.9 for ratio in of_others) < 10
+
+
+def test_a_tile_of_two_parts_must_be_clearly_faster_by_prediction(monkeypatch):
+    costs = fp8_cost.fitted()
+    halves = [[cost for cost in costs.tiles if cost.tile.is_of_two_parts is kind] for kind in (False, True)]
+
+    def best_of(tiles, shape):
+        with monkeypatch.context() as patch:
+            patch.setattr(fp8_cost, "fitted", lambda: replace(costs, tiles=tuple(tiles)))
+            return fp8_cost.best(*shape, H200)
+
+    kinds = set()
+    for shape in ((M, N, 128 * groups) for M in (32, 64, 128) for N in range(4096, 32_768, 512) for groups in (8, 32)):
+        even, two_parts = (best_of(tiles, shape) for tiles in halves)
+        gain = 1 - two_parts.us / even.us
+        assert fp8_cost.best(*shape, H200) == (two_parts if gain > 0.03 else even), (shape, gain)
+        kinds.add("clearly" if gain > 0.03 else "barely" if gain > 0 else "slower")
+    assert kinds == {"clearly", "barely", "slower"}
+
+
+def test_a_tile_of_two_parts_is_for_no_more_rows_than_it_has():
+    """It was measured with no second row of tiles."""
+    for cost in fp8_cost.fitted().tiles:
+        if cost.tile.is_of_two_parts:
+            assert cost.is_for(cost.tile.BM)
+            assert not cost.is_for(2 * cost.tile.BM)
 
 
 def test_more_bandwidth_helps_and_more_work_costs():
