@@ -45,6 +45,7 @@ _LARGE = 128  # rows beyond which only tiles of 64 x 128 and more are measured
 _NAME = re.compile(r"([sp])(\d+)x(\d+)\.(\d+)\.(\d)\.(\d)/(\d+)")
 _SWEEPS = 250  # over all costs, until they no longer change
 Row = tuple[int, int, int, dict[str, float]]
+Point = tuple[tuple[float, ...], float]  # amounts of work, microseconds
 
 
 def _tile(BM: int, BN: int, stages: int, depth: int, *, swap: bool = False) -> Tile:
@@ -78,7 +79,7 @@ TILES = (
     # Of two parts: BN is no power of two.
     _tile(64, 80, 10, 2),
     _tile(64, 136, 6, 1),
-    _tile(64, 160, 6, 1),
+    Tile(False, 64, 160, 7, 1, 1),
     Tile(False, 64, 192, 6, 1, 1),
     _tile(128, 136, 6, 1),
     _tile(128, 192, 5, 1),
@@ -137,24 +138,41 @@ def fit(*measured: Mapping[str, Any]) -> Costs:
     """The costs of all tiles and of the library."""
     from baton.kernels.gemm.fp8_hopper_triton import programs_at_once
 
-    points = defaultdict(list)
+    points: dict[Tile, list[Point]] = defaultdict(list)
     library = []
     for machine, M, N, K, times in ((machine_of(kept), *row) for kept in measured for row in _rows_of(kept)):
         for name, us in times.items():
             if name == "library":
                 if M >= LIBRARY_ROWS:
                     library.append((library_work_of(M, N, K, machine), us))
-            elif (plan := parsed(name)) is not None and plan[0] in TILES:
+            elif (plan := parsed(name)) is not None and (plan[0] in TILES or plan[0].is_of_two_parts):
                 at_once = programs_at_once(GemmPlan(**asdict(plan[0])))
                 points[plan[0]].append((work_of(plan[0], at_once, plan[1], M, N, K, machine), us))
     tiles = []
-    for tile in sorted(points, key=lambda tile: name_of(tile, 1)):
-        costs = _fitted(points[tile])
+    for tile in sorted({*points} & {*TILES}, key=lambda tile: name_of(tile, 1)):
+        costs = _of_two_parts(tile, points) if tile.is_of_two_parts else _fitted(points[tile])
         tiles.append(TileCost(tile, programs_at_once(GemmPlan(**asdict(tile))), max_rows(tile), costs))
     return Costs(tuple(tiles), _fitted(library))
 
 
-def _fitted(points: Sequence[tuple[tuple[float, ...], float]]) -> tuple[float, ...]:
+def _of_two_parts(tile: Tile, points: Mapping[Tile, Sequence[Point]]) -> tuple[float, ...]:
+    """Costs of a tile from all measured tiles of two parts with as many tokens, linear in BN.
+
+    Each alone has too few shapes: fitted to half of them, it was often chosen in the other half where it is slower.
+    """
+    start, group, group_wide, round_, round_wide, read = _fitted(
+        [
+            ((work[0], work[1], work[1] * other.BN, work[3], work[3] * other.BN, work[4]), us)
+            for other, found in points.items()
+            if other.is_of_two_parts and other.BM == tile.BM
+            for work, us in found
+        ]
+    )
+    costs = (start, group + group_wide * tile.BN, 0.0, round_ + round_wide * tile.BN, read, 0.0, 0.0, 0.0)
+    return tuple(round(cost, 4) for cost in costs)
+
+
+def _fitted(points: Sequence[Point]) -> tuple[float, ...]:
     return nonnegative(np.array([work for work, _ in points]), np.array([us for _, us in points]))
 
 
