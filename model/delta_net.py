@@ -115,13 +115,14 @@ class DeltaNet(StateMixer):
         dim = 1 if x_TD is None else 0
         lens, which = ((num_heads, 2, -1), 1) if self._is_interleaved else ((2, num_heads, -1), 0)
         b, a = gates_TX.unflatten(dim, lens).unbind(dim + which)
-        gates = {"b_THG": b, "a_THG": a} if x_TD is None else {"gates": StateGates(x_TD, b, a)}
         return DeltaProjected(
             query_THK=query_THK,
             key_THK=key_THK,
             value_THX=value_THX,
             z_THGV=z_THX.unflatten(2, (sizes.num_values, -1)),
-            **gates,
+            b_THG=b if x_TD is None else None,
+            a_THG=a if x_TD is None else None,
+            gates=None if x_TD is None else StateGates(x_TD, b, a),
         )
 
     def _by_key_head(self, rows_XN: torch.Tensor) -> torch.Tensor:
