@@ -7,8 +7,6 @@ Block N (one past the last) is the *scratch block*: padding rows write there, so
 row is real, and nothing ever reads it. The last state slot is scratch in the same way.
 """
 
-import mmap
-
 import numpy as np
 import torch
 
@@ -53,13 +51,11 @@ class KVPool:
         self.num_checkpoints = num_checkpoints
         self.dtype = TORCH_DTYPES[layout.dtype]
         self.geometry = PoolGeometry(layout, num_blocks, rank, size, num_state_slots=num_state_slots)
-        # Zeroed, not empty: attention masks scores, and 0 * NaN from stale memory would still be NaN.
-        if device.type != "cpu":
-            assert memory is None
+        if memory is None:
+            # Zeroed, not empty: attention masks scores, and 0 * NaN from stale memory would still be NaN.
             self.data_bytes = torch.zeros(self.geometry.num_bytes, dtype=torch.uint8, device=device)
         else:
-            if memory is None:  # pages of the system are zeros, and cost nothing until a block in them is written
-                memory = memoryview(mmap.mmap(-1, self.geometry.num_bytes, flags=mmap.MAP_PRIVATE))
+            assert device.type == "cpu"
             assert len(memory) == self.geometry.num_bytes
             self.data_bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.device = self.data_bytes.device  # with its index, which threads that select it need

@@ -1,6 +1,5 @@
 """Layout identity and the pool's shape."""
 
-import psutil
 import pytest
 import torch
 
@@ -52,15 +51,3 @@ def test_a_pool_sized_from_memory_fits_it():
     num_blocks = num_blocks_for_memory(layout, 1 << 20)
     assert (num_blocks + 1) * layout.bytes_per_block <= 1 << 20 < (num_blocks + 2) * layout.bytes_per_block
     assert KVPool(layout, num_blocks, torch.device("cpu")).data_bytes.nbytes <= 1 << 20
-
-
-def test_a_pool_on_a_cpu_takes_memory_as_its_blocks_are_written():
-    layout = KVLayout.of_attention(**FIELDS)
-    before = psutil.Process().memory_info().rss
-    pool = KVPool(layout, num_blocks_for_memory(layout, 256 << 20), torch.device("cpu"))
-    assert psutil.Process().memory_info().rss - before < 32 << 20
-    assert pool.data_bytes.data_ptr() % 4096 == 0
-    pool.blocks(2)[7] = 1.0
-    # A float32 of 1 has two bytes that are not zeros.
-    assert int(pool.data_bytes.count_nonzero()) == 2 * pool.blocks(2)[7].numel()
-    assert psutil.Process().memory_info().rss - before < 32 << 20
