@@ -15,6 +15,7 @@ Legend: as in `kernels.attention.prefill`.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from baton.kernels.attention.decode_plan import rows_of_program
@@ -100,16 +101,17 @@ def choose(chunks: Chunks, num_multiprocessors: int, *, may_divide: bool) -> Map
     if longest_rows <= _FEW_ROWS and chunks.max_context_len <= _FEW_POSITIONS:
         return rule(longest_rows, chunks.head_dim, 2)
     two = _TWO_GROUPS[chunks.head_dim]
-    times = {_two_groups: _walking_us(two, chunks, num_multiprocessors)}
+    forms = [(_walking_us(two, chunks, num_multiprocessors), _groups(chunks.head_dim, 2))]
     if chunks.head_dim == 128:
-        times[_three_groups] = _walking_us(_THREE_GROUPS, chunks, num_multiprocessors)
+        forms.append((_walking_us(_THREE_GROUPS, chunks, num_multiprocessors), _groups(chunks.head_dim, 3)))
     if may_divide and chunks.max_context_len > _FEW_POSITIONS:
         margin = _UNKNOWN if chunks.num_sequences > 1 else 1.0
-        divided, loops = _DIVIDED[chunks.head_dim], _DECODE_LOOPS[chunks.head_dim]
-        slots = _decode_slots(chunks, num_multiprocessors)
-        times[_two_groups_divided] = margin * _divided_us(divided, chunks, two.rows, num_multiprocessors)
-        times[_decode_loops] = margin * _divided_us(loops, chunks, rows_of_program(longest_rows), slots)
-    return min(times, key=times.__getitem__)(chunks, num_multiprocessors)
+        divided_us = _divided_us(_DIVIDED[chunks.head_dim], chunks, two.rows, num_multiprocessors)
+        forms.append((margin * divided_us, _groups_divided(chunks.head_dim, num_multiprocessors)))
+        loops = _decode_loops(longest_rows, chunks.head_dim, num_multiprocessors)
+        loops_us = _divided_us(_DECODE_LOOPS[chunks.head_dim], chunks, loops["rows"], loops["slots"])
+        forms.append((margin * loops_us, loops))
+    return min(forms, key=itemgetter(0))[1]
 
 
 def invariant_options(head_dim: int) -> Mapping[str, Any]:
@@ -119,8 +121,8 @@ def invariant_options(head_dim: int) -> Mapping[str, Any]:
 
 def hopper_options(head_dim: int) -> tuple[Mapping[str, Any], ...]:
     """Return all options of the kernel for Hopper that `choose` may return, but for the number of slots."""
-    divided = _groups(head_dim, 2) | {"TURNS": False, "slots": 132}
-    return (_groups(head_dim, 2), *((_groups(head_dim, 3),) if head_dim == 128 else ()), divided)
+    three = (_groups(head_dim, 3),) if head_dim == 128 else ()
+    return (_groups(head_dim, 2), *three, _groups_divided(head_dim, 132))
 
 
 def _groups(head_dim: int, groups: int) -> dict[str, Any]:
@@ -135,34 +137,22 @@ def _groups(head_dim: int, groups: int) -> dict[str, Any]:
     }
 
 
-def _two_groups(chunks: Chunks, num_multiprocessors: int) -> Mapping[str, Any]:
-    return _groups(chunks.head_dim, 2)
+def _groups_divided(head_dim: int, num_multiprocessors: int) -> dict[str, Any]:
+    return _groups(head_dim, 2) | {"TURNS": False, "slots": num_multiprocessors}
 
 
-def _three_groups(chunks: Chunks, num_multiprocessors: int) -> Mapping[str, Any]:
-    return _groups(chunks.head_dim, 3)
-
-
-def _two_groups_divided(chunks: Chunks, num_multiprocessors: int) -> Mapping[str, Any]:
-    return _groups(chunks.head_dim, 2) | {"TURNS": False, "slots": num_multiprocessors}
-
-
-def _decode_loops(chunks: Chunks, num_multiprocessors: int) -> Mapping[str, Any]:
-    is_wide = chunks.head_dim > 128
+def _decode_loops(longest_rows: int, head_dim: int, num_multiprocessors: int) -> dict[str, Any]:
+    is_wide = head_dim > 128
     return {
         "tile": 64,
-        "rows": rows_of_program(chunks.longest * chunks.group),
+        "rows": rows_of_program(longest_rows),
         "swap": False,
         "stages": 2 if is_wide else 3,
         "warps": 8 if is_wide else 4,
-        "slots": _decode_slots(chunks, num_multiprocessors),
+        "slots": num_multiprocessors * (1 if is_wide else 2),
         "shares": True,
         "pdl": True,
     }
-
-
-def _decode_slots(chunks: Chunks, num_multiprocessors: int) -> int:
-    return num_multiprocessors * (1 if chunks.head_dim > 128 else 2)
 
 
 def _walking_us(form: _Walk, chunks: Chunks, num_multiprocessors: int) -> float:

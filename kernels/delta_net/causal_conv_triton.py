@@ -516,18 +516,8 @@ def variants() -> list[Variant]:
     strides += [f"{name}_{way}" for name in ("ring", "tail", "state") for way in ("slot", "head")]
     others = ["position_stride", "count_stride", "slot_stride", "num_rows"]
     types |= dict.fromkeys([*strides, *others, "x_row", "is_chunk", "is_apart"], "i32")
-    left_out = {"x", "x_row"} | {
-        "weight",
-        "a_log",
-        "dt_bias",
-        "state",
-        "begun",
-        "is_chunk",
-        "is_apart",
-        "state_slot",
-        "state_head",
-    }
-    left_out |= {"b", "a", "b_row", "b_head", "a_row", "a_head"}
+    left_out = {"weight", "a_log", "dt_bias", "state", "begun", "is_chunk", "is_apart", "state_slot", "state_head"}
+    left_out |= {"x", "x_row", "b", "a", "b_row", "b_head", "a_row", "a_head"}
     keep_types = {name: kind for name, kind in types.items() if name not in left_out}
     aligned = ("query", "key", "value", "ring", "tail", "made", "factors", "query_row", "query_head", "key_row")
     aligned += ("key_head", "value_row", "value_head", "ring_slot", "ring_head", "tail_slot", "tail_head")

@@ -77,14 +77,16 @@ def test_predictions_choose_nearly_the_fastest_measured_plan():
 def test_of_shapes_that_nothing_was_fitted_to_the_faster_of_both_is_chosen():
     kept = KEPT["held_out"]["rows"]
     drawn = {(N, K) for _, N, K, _ in KEPT["rows"]}
-    losses = []
+    losses, num_later = [], 0  # tiles of two parts came after these figures
     for M, N, K, times in kept:
         if (N, K) in drawn:
             continue
         plan, is_slower = predicted_plan(size_of(M), N, K, H100)
+        num_later += fp8_cost.best(size_of(M), N, K, H100).tile.is_of_two_parts
         if fit_gemm_cost.parsed(times["own_plan"]) == (fp8_cost.best(size_of(M), N, K, H100).tile, plan.splits):
             losses.append(min(times["own"], times["library"]) / (times["library"] if is_slower else times["own"]))
-    assert len(losses) > 140, "all but those of tiles that came later"
+    assert len(losses) + num_later > 150
+    assert num_later < 15
     assert statistics.mean(losses) > 0.985
     assert min(losses) > 0.75
 
