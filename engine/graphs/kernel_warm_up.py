@@ -35,6 +35,7 @@ from baton.engine.step.batch import ChunkRows, DecodeRows, prefill_inputs
 from baton.engine.step.passes import EagerPasses, Hidden, ignore_layer
 from baton.engine.step.slots import DecodeState
 from baton.engine.step.step import DecodeInputs, extend, sample
+from baton.kernels.attention.prefill import in_every_form
 from baton.kernels.fused_copy import fused_copy
 from baton.kernels.gemm.linear import MAX_OWN_ROWS
 from baton.kernels.implementation import Implementation
@@ -114,12 +115,19 @@ def warm_up_prefill_passes(model: Model, pool: KVPool, reach: Reach) -> None:
     shapes.append((end - num_rows, (num_rows,), -(-end // block_size)))
     with model.one_of_each_layer():
         for start, lens, width in shapes:
-            inputs = prefill_inputs([_chunk(start, length, pool) for length in lens], pool)
-            tables_BW = inputs.batch.block_tables_BM.new_full((len(lens), width), pool.num_blocks)
-            batch = replace(inputs.batch, block_tables_BM=tables_BW)
-            hidden_TD = model.trunk(inputs.token_ids_T, batch, pool, ignore_layer)
-            if pool.layout.has_mtp:
-                model.mtp(inputs.next_token_ids_T, hidden_TD, batch, pool, ignore_layer)
+            _prefill_pass(model, pool, start, lens, width)
+        with in_every_form():
+            _prefill_pass(model, pool, 0, (1,), 1)
+
+
+def _prefill_pass(model: Model, pool: KVPool, start: int, lens: tuple[int, ...], width: int) -> None:
+    """Run trunk and MTP head over chunks of those lengths that begin at `start`, with so many table entries."""
+    inputs = prefill_inputs([_chunk(start, length, pool) for length in lens], pool)
+    tables_BW = inputs.batch.block_tables_BM.new_full((len(lens), width), pool.num_blocks)
+    batch = replace(inputs.batch, block_tables_BM=tables_BW)
+    hidden_TD = model.trunk(inputs.token_ids_T, batch, pool, ignore_layer)
+    if pool.layout.has_mtp:
+        model.mtp(inputs.next_token_ids_T, hidden_TD, batch, pool, ignore_layer)
 
 
 @torch.inference_mode()

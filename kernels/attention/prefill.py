@@ -16,7 +16,9 @@ block, M entries of a block table.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import accumulate, pairwise
@@ -47,6 +49,20 @@ _FP8 = torch.float8_e4m3fn
 _INDICES = (torch.int32, torch.int64)
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _REFERENCE_DTYPES = (*_KERNEL_DTYPES, torch.float32, torch.float64)
+_in_every_form: ContextVar[bool] = ContextVar("in_every_form", default=False)
+
+
+@contextmanager
+def in_every_form() -> Iterator[None]:
+    """Let `attention_prefill` also compute each call in all forms that a model of times may choose for such heads.
+
+    For a warm-up. The form follows from lengths, so calls of some lengths cannot be relied on to meet every form.
+    """
+    token = _in_every_form.set(True)
+    try:
+        yield
+    finally:
+        _in_every_form.reset(token)
 
 
 def attention_prefill(
@@ -115,12 +131,11 @@ def attention_prefill(
     if how.form is _Form.NOTHING:
         return torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
     softmax_scale = float(query_TAD.shape[2] ** -0.5 if scale is None else scale)
-    if how.form is _Form.SHORT:
-        return attention_short_chunks.attend(
-            *places, max_query_len=max_query_len, scale=softmax_scale, key_scale=key_scale, value_scale=value_scale,
-            plans=plans or SplitKVPlans(), options=how.options,
-        )  # fmt: skip
-    return _by_triton(places, how, max_query_len, softmax_scale, (key_scale, value_scale), invariant)
+    plans, scales = plans or SplitKVPlans(), (key_scale, value_scale)
+    if _in_every_form.get() and not invariant:
+        for other in _chosen_by_time(places, _checked(places, scale, key_scale, value_scale, implementation)):
+            _by_triton(places, other, max_query_len, softmax_scale, scales, plans, invariant)
+    return _by_triton(places, how, max_query_len, softmax_scale, scales, plans, invariant)
 
 
 class _Form(Enum):
@@ -257,15 +272,34 @@ def _form(places: _Places, kind: _Kind, max_query_len: int, invariant: bool, opt
     return _How(_Form.DEQUANTIZED if widens else _Form.AS_IT_IS, options)
 
 
+def _chosen_by_time(places: _Places, kind: _Kind) -> Iterator[_How]:
+    """All that `_form` and `_find_options` may choose by a model of times, for such heads and KV."""
+    if not kind.on_hopper and not kind.can_dequantize:
+        return
+    num_multiprocessors = attention_prefill_hopper_triton.num_multiprocessors(places[0].device.index)
+    may_divide = kind.on_hopper and kind.can_divide
+    for options in prefill_plan.all_options(places[0].shape[2], num_multiprocessors, may_divide=may_divide):
+        if attention_short_chunks.is_ours(options):
+            yield _How(_Form.SHORT, options)
+        else:
+            yield _How(_Form.AS_IT_IS if kind.on_hopper else _Form.DEQUANTIZED, options)
+
+
 def _by_triton(
     places: _Places,
     how: _How,
     max_query_len: int,
     scale: float,
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    plans: SplitKVPlans,
     invariant: bool,
 ) -> torch.Tensor:
-    """Compute it with the kernels that walk over all positions."""
+    """Compute a checked call in that form."""
+    if how.form is _Form.SHORT:
+        return attention_short_chunks.attend(
+            *places, max_query_len=max_query_len, scale=scale, key_scale=scales[0], value_scale=scales[1], plans=plans,
+            options=how.options,
+        )  # fmt: skip
     query_TAD = places[0]
     output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
     if how.form is _Form.DEQUANTIZED:

@@ -125,6 +125,16 @@ def hopper_options(head_dim: int) -> tuple[Mapping[str, Any], ...]:
     return (_groups(head_dim, 2), *three, _groups_divided(head_dim, 132))
 
 
+def all_options(head_dim: int, num_multiprocessors: int, *, may_divide: bool) -> tuple[Mapping[str, Any], ...]:
+    """Return all options that `choose` may return for such heads."""
+    walking = [options for options in hopper_options(head_dim) if "slots" not in options]
+    few = [rule(num_rows, head_dim, 2) for num_rows in (1, _FEW_ROWS)]
+    if not may_divide:
+        return (*walking, *few)
+    loops = [_decode_loops(num_rows, head_dim, num_multiprocessors) for num_rows in (16, 32, 64)]
+    return (*walking, *few, _groups_divided(head_dim, num_multiprocessors), *loops)
+
+
 def _groups(head_dim: int, groups: int) -> dict[str, Any]:
     """Options of the form for Hopper; heads of 64 leave warpgroups that do not take turns too much idle."""
     return {

@@ -88,6 +88,7 @@ LATENT = {
     "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
     "moe_intermediate_size": 128,
 }  # fmt: skip
+PAIRS = {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 2048}
 FP8 = {"quantization": Quantization.FP8}
 FP8_KV = {"kv_dtype": KVDtype.FP8}
 REJECTION = VerificationConfig(mode=VerificationMode.REJECTION)
@@ -102,6 +103,7 @@ MODELS = {
     "moe bf16": ("qwen3-30b-a3b", EXPERTS, FP8_KV, 1, None),
     "wide": ("qwen3-8b", {"head_dim": 256, "num_attention_heads": 16}, FP8, 3, REJECTION),
     "seven": ("qwen3-8b", {"num_attention_heads": 14}, FP8_KV, 1, None),
+    "pairs": ("qwen3-0.6b", PAIRS, FP8 | FP8_KV, 2, None),
     "five": ("qwen3-8b", {"num_attention_heads": 5, "num_key_value_heads": 1}, {}, 2, None),
     "odd": ("qwen3-8b", {"vocab_size": 1001}, FP8, 1, None),
     "hybrid": ("qwen3.5-35b-a3b", HYBRID, {}, 2, None),
@@ -132,6 +134,7 @@ LIMITS = {
     "moe short": {"context_len": 1024, "chunk_len": 4096},  # prompts that only together have many rows
     "tied": {"block_size": 64, "chunk_len": 333, "context_len": 3001},
     "pruned": {"block_size": 32, "seqs": 33},
+    "pairs": {"context_len": 2048, "chunk_len": 512},
     "small heads": {"chunk_len": 17, "context_len": 80, "seqs": 2},
 }
 

@@ -160,7 +160,7 @@ def test_no_step_launches_what_the_warm_up_did_not():
         "ordered",
         "ordered pruned",
     )
-    found = launches(2, *names, "latent short", "hybrid float8", "not warmed")
+    found = launches(2, *names, "latent short", "hybrid float8", "pairs", "bf16", "not warmed")
     require_named(found)
     require_ahead(found)
     for name in ("ordered", "ordered pruned"):
@@ -172,6 +172,10 @@ def test_no_step_launches_what_the_warm_up_did_not():
         assert not found[name]["late"], name
     assert not found["latent short"]["late"]
     assert found["dense"]["warm"]["gemm_kernel"] >= 3, "GEMMs in the form for Hopper, which the stub says there is"
+    for name, num_forms in {"pairs": 2, "bf16": 3}.items():
+        assert not found[name]["late"]
+        # Which one a step takes follows from times, so steps of few lengths need not meet all.
+        assert found[name]["warm"]["prefill_kernel"] == num_forms, "all forms for Hopper; float8 KV is not divided"
     for name in ("moe", "moe short", "hybrid float8"):
         assert found[name]["warm"]["grouped_kernel"] == 2, "experts of chunks in the form for Hopper: both GEMMs"
     for name in ("latent", "latent short"):

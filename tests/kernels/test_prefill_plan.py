@@ -70,6 +70,8 @@ def test_options_are_of_a_form_that_may_take_the_call():
         name = name_of(options)
         seen.add((name, chunks.head_dim))
         assert may_divide or "slots" not in options
+        everything = prefill_plan.all_options(chunks.head_dim, num_multiprocessors, may_divide=may_divide)
+        assert options in everything, "a warm-up compiles these"
         if name == "decode_loops":
             assert options_of_row(options).slots % num_multiprocessors == 0
         elif name == "plain":
