@@ -41,7 +41,9 @@ from baton.kernels.mla.latent_rows import absorbed_queries, absorbed_values
 from baton.kernels.mla.norm_rope_write import latent_norm_rope_write, rotate_and_write
 from baton.kernels.mla.prefill import mla_prefill
 from baton.kernels.moe import moe, summands
+from baton.kernels.moe import norm_route as moe_norm_route
 from baton.kernels.moe.gemm import Fp8ExpertWeights, experts_apart
+from baton.kernels.moe.norm_route import RoutedNorm
 from baton.kernels.moe.select_topk import (
     MAX_CHOSEN,
     MAX_EXPERTS,
@@ -206,6 +208,32 @@ class Ops:
         if added_TD is None:
             return self.rms_norm(x_TD, weight_D, eps, plus_one=plus_one), x_TD
         return self.add_rms_norm(x_TD, added_TD, weight_D, eps, plus_one=plus_one)
+
+    def norm_route(
+        self,
+        x_TD: torch.Tensor,
+        added_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        eps: float,
+        router_XD: torch.Tensor,
+        num_experts: int,
+        num_chosen: int,
+        *,
+        plus_one: bool = False,
+        renormalise: bool = False,
+        has_shared: bool = False,
+    ) -> RoutedNorm | None:
+        """Return the norm of x + added, the sum, and the choice of experts; None: they take launches of their own."""
+        may = self._is_fused and not self._is_invariant
+        if not may or not moe_norm_route.fits(len(x_TD), router_XD, num_experts, num_chosen):
+            return None
+        made = moe_norm_route.norm_route(
+            x_TD, added_TD, weight_D, eps, router_XD, num_chosen,
+            num_experts=num_experts, plus_one=plus_one, renormalise=renormalise, has_shared=has_shared,
+            implementation=self.implementation,
+        )  # fmt: skip
+        self._rechosen(made.weight_TK, made.expert_TK, num_chosen)
+        return made
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Compute the activation of SwiGLU."""

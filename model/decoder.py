@@ -90,9 +90,13 @@ class DecoderLayer:
                 mixed_TQ = yield self.attention, (query_TAE,)
                 mixed_TD = self.attention.join(mixed_TQ, gate_TAE)
             mixed_TD = inputs.dealt.shared(mixed_TD)
-        is_sparse = isinstance(self.mlp, SparseMLP)
-        normed, x_TD = self.mlp_norm.read_by(self.mlp.reader_of(len(x_TD)), x_TD, mixed_TD, keep=is_sparse)
-        return x_TD, self.mlp(normed, may_wait=inputs.may_wait, routed=inputs.routed)
+        mlp, may_wait, routed = self.mlp, inputs.may_wait, inputs.routed
+        if isinstance(mlp, SparseMLP) and (made := mlp.route(self.mlp_norm, x_TD, mixed_TD)) is not None:
+            choice = made.weight_TK, made.expert_TK
+            return made.sum_TD, mlp(made.rows_TD, may_wait=may_wait, routed=routed, choice=choice)
+        is_sparse = isinstance(mlp, SparseMLP)
+        normed, x_TD = self.mlp_norm.read_by(mlp.reader_of(len(x_TD)), x_TD, mixed_TD, keep=is_sparse)
+        return x_TD, mlp(normed, may_wait=may_wait, routed=routed)
 
 
 class Decoder:

@@ -18,6 +18,7 @@ from baton.kernels.moe.expert_slots import RoutedRows
 from baton.kernels.moe.gemm import Fp8ExpertWeights
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.moe import ExpertWeights
+from baton.kernels.moe.norm_route import RoutedNorm
 from baton.kernels.moe.summands import Added
 from baton.kernels.ops import Experts, Ops, Rows, Weight
 from baton.kernels.tiles import wide_dtype
@@ -328,6 +329,23 @@ class RMSNorm:
         return self._ops.norm_read_by(
             reader, x_TD, added_TD, self.weight_D, self._eps, plus_one=self._plus_one, keep=keep
         )
+
+    def route(
+        self,
+        x_TD: torch.Tensor,
+        added_TD: torch.Tensor,
+        router_XD: torch.Tensor,
+        num_experts: int,
+        num_chosen: int,
+        *,
+        renormalise: bool,
+        has_shared: bool,
+    ) -> RoutedNorm | None:
+        """The norm of x + added, the sum, and the experts that a router chooses; None: not in one launch."""
+        return self._ops.norm_route(
+            x_TD, added_TD, self.weight_D, self._eps, router_XD, num_experts, num_chosen,
+            plus_one=self._plus_one, renormalise=renormalise, has_shared=has_shared,
+        )  # fmt: skip
 
 
 class MLP:

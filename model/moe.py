@@ -19,10 +19,11 @@ from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.moe import shared_plan
 from baton.kernels.moe.expert_slots import ExpertSlots, RoutedRows
 from baton.kernels.moe.gemm import Fp8ExpertWeights
+from baton.kernels.moe.norm_route import RoutedNorm
 from baton.kernels.moe.summands import Added
-from baton.kernels.ops import Experts, Ops, Rows, Weight, plain
+from baton.kernels.ops import Choice, Experts, Ops, Rows, Weight, plain
 from baton.model.config import ModelConfig
-from baton.model.layers import MLP, WeightSource, joined
+from baton.model.layers import MLP, RMSNorm, WeightSource, joined
 from baton.model.tensor_spec import mlp_names, router_bias
 
 _GATE_ROWS = 8  # of a shared expert's gate and zeros, so that rows of logits begin at multiples of 16 bytes
@@ -113,21 +114,33 @@ class SparseMLP:
         """The weight of the shared expert's first GEMM, which reads the rows beside others; None: there is none."""
         return None if self.shared is None or self._is_stacked(num_rows) else self.shared.mlp.reader_of(num_rows)
 
-    def __call__(self, x: Rows, *, may_wait: bool, routed: RoutedRows | None = None) -> Added:
+    def route(self, norm: RMSNorm, x_TD: torch.Tensor, added_TD: torch.Tensor) -> RoutedNorm | None:
+        """The norm of x + added, the sum, and the choice of experts by softmax; None: not in one launch.
+
+        A shared expert that is no choice shares its first GEMM with the router, or reads the norm in float8.
+        """
+        has_shared = self._is_stacked(len(x_TD))
+        if self._routing is not None or (self.shared is not None and not has_shared):
+            return None
+        return norm.route(
+            x_TD, added_TD, self.router_XD, len(self.router_ED), self._num_chosen,
+            renormalise=self._renormalise, has_shared=has_shared,
+        )  # fmt: skip
+
+    def __call__(
+        self, x: Rows, *, may_wait: bool, routed: RoutedRows | None = None, choice: Choice | None = None
+    ) -> Added:
         """[T, D] -> [T, D], which the next norm may have to add up.
 
-        The host may wait for the device only if `may_wait`. Needs `routed` if experts may move.
+        The host may wait for the device only if `may_wait`. Needs `routed` if experts may move. `choice` is that of
+        `route`, if it was made there.
         """
-        x_TD, gate_up_TJ = plain(x), None
+        x_TD = plain(x)
         is_stacked = self._is_stacked(len(x_TD))
-        if is_stacked or self.both_ND is None:
-            linear = self._ops.linear if self._routing is None else self._ops.linear_wide
-            logits_TX = linear(x_TD, self.router_XD)
+        if choice is None:
+            weight_TK, expert_TK, gate_T1, gate_up_TJ = self._choose(x_TD, is_stacked)
         else:
-            gate_up_TJ, logits_TX = self._ops.linear(x_TD, self.both_ND).tensor_split([-len(self.router_XD)], dim=1)
-        logits_TE, gate_TX = logits_TX.tensor_split([len(self.router_ED)], dim=1)
-        gate_T1 = gate_TX[:, :1] if gate_TX.shape[1] else None
-        weight_TK, expert_TK = self._route(logits_TE, gate_T1, is_stacked)
+            (weight_TK, expert_TK), gate_T1, gate_up_TJ = choice, None, None
         if is_stacked:
             assert self.stack is not None
             return self._ops.experts(x_TD, weight_TK, expert_TK, self.stack, may_wait)
@@ -136,6 +149,23 @@ class SparseMLP:
             expert_TK = self.slots.place(expert_TK, routed)
         mixed_TD = self._ops.experts(x_TD, weight_TK, expert_TK, self.experts, may_wait)
         return mixed_TD if self.shared is None else self.shared.add_to(mixed_TD, x, gate_T1, gate_up_TJ)
+
+    def _choose(
+        self, x_TD: torch.Tensor, is_stacked: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Weights and experts of the tokens, and of a shared expert its gate and the output of its first GEMM, if any.
+
+        The latter is made here only where the router's GEMM and that one are one.
+        """
+        gate_up_TJ = None
+        if is_stacked or self.both_ND is None:
+            linear = self._ops.linear if self._routing is None else self._ops.linear_wide
+            logits_TX = linear(x_TD, self.router_XD)
+        else:
+            gate_up_TJ, logits_TX = self._ops.linear(x_TD, self.both_ND).tensor_split([-len(self.router_XD)], dim=1)
+        logits_TE, gate_TX = logits_TX.tensor_split([len(self.router_ED)], dim=1)
+        gate_T1 = gate_TX[:, :1] if gate_TX.shape[1] else None
+        return *self._route(logits_TE, gate_T1, is_stacked), gate_T1, gate_up_TJ
 
     def _is_stacked(self, num_rows: int) -> bool:
         """Whether the shared expert is one more choice in a step of so many rows."""

@@ -53,6 +53,47 @@ def _keep_groups(choice_GS, GROUPS: tl.constexpr, KEPT: tl.constexpr, G: tl.cons
     return tl.where(kept_G[:, None] > 0, choice_GS, _NONE)
 
 
+@triton.jit
+def choose_packed(
+    logit_N, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALISE: tl.constexpr
+):  # fmt: skip
+    """Weights and experts of a token by softmax, from E logits of 16 bits, padded to N.
+
+    A logit's bits, in their order, are the upper half of an integer, and its place the lower one, the lowest the
+    largest: all are different, so that one maximum is a choice.
+    """
+    its_N = tl.arange(0, N)
+    dtype: tl.constexpr = logit_N.dtype
+    wide_N = logit_N.to(tl.float32)
+    wide_N = tl.where(wide_N == wide_N, wide_N, _NONE)
+    # Both zeros are one.
+    bits_N = tl.where(wide_N == 0.0, 0.0, wide_N).to(dtype).to(tl.int16, bitcast=True).to(tl.int32)
+    order_N = tl.where(bits_N < 0, bits_N ^ 0x7FFF, bits_N)
+    key_N = tl.where(its_N < E, order_N * 65536 + (65535 - its_N), _LAST)
+    wide_N = tl.minimum(wide_N, _LARGEST)
+    its_K = tl.arange(0, KP)
+    weight_K = tl.zeros([KP], dtype=tl.float32)
+    chosen_K = tl.zeros([KP], dtype=tl.int32)
+    total = 0.0
+    for choice in tl.static_range(K):
+        best = tl.max(key_N, axis=0)
+        order = best >> 16
+        bits = tl.where(order < 0, order ^ 0x7FFF, order).to(tl.int16)
+        logit = tl.minimum(bits.to(dtype, bitcast=True).to(tl.float32), _LARGEST)
+        if choice == 0:
+            largest = tl.maximum(logit, -_LARGEST)  # finite, whatever the row holds
+            whole = tl.sum(tl.where(its_N < E, tl.exp(wide_N - largest), 0.0), axis=0)
+            whole = tl.where(whole > 0.0, whole, 1.0)
+        score = tl.exp(logit - largest) / whole
+        total += score
+        weight_K = tl.where(its_K == choice, score, weight_K)
+        chosen_K = tl.where(its_K == choice, 65535 - (best & 65535), chosen_K)
+        key_N = tl.where(key_N == best, _LAST, key_N)
+    if RENORMALISE:
+        weight_K = weight_K / tl.where(total > 0.0, total, 1.0)
+    return weight_K, chosen_K
+
+
 @triton.jit(do_not_specialize=["logit_stride", "gate_stride"])
 def _select_kernel(
     logits,

@@ -134,7 +134,7 @@ def require_named(found):
     assert not {kernel: choices for kernel, choices in unnamed["choices"].items() if choices}
     # Elsewhere variants stand for others; what ranks, float8 and many tokens change in an MoE layer is there whole.
     moe_forms = {kernel: forms for kernel, forms in unnamed["forms"].items() if kernel.startswith("moe.")}
-    assert len(moe_forms) == 9
+    assert len(moe_forms) == 10
     assert not any(moe_forms.values()), moe_forms
 
 

@@ -15,6 +15,7 @@ from baton.kernels.launcher import Launcher
 from baton.kernels.memo import Memo
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape
+from baton.tests.kernels.harness import relative_error
 from baton.tests.model.harness import Paged
 
 # Of Qwen3.5-35B-A3B, whose layers are as large, with fewer experts and a layer of each kind.
@@ -61,17 +62,17 @@ def step(model, num_sequences, launched):
 
 DELTA = ["conv_kernel", "delta_kernel", "norm_kernel"]  # the latter is of the state's outputs
 ATTENTION = ["qk_kernel", "attend_kernel", "gate_output_kernel"]
-EXPERTS_OF_ONE = ["vector_kernel", "select_kernel", "gated_vector_kernel", "down_vector_kernel"]
-EXPERTS = ["split_kernel", "select_kernel", "align_kernel", "gated_kernel", "down_kernel"]
+EXPERTS_OF_ONE = ["norm_route_kernel", "gated_vector_kernel", "down_vector_kernel"]
+EXPERTS = ["norm_route_kernel", "align_kernel", "gated_kernel", "down_kernel"]
 STEPS = {
     1: [
-        *("norm_kernel", "gemm_kernel", *DELTA, "vector_kernel", "norm_kernel", *EXPERTS_OF_ONE),
-        *("norm_kernel", "gemm_kernel", *ATTENTION, "vector_kernel", "norm_kernel", *EXPERTS_OF_ONE),
+        *("norm_kernel", "gemm_kernel", *DELTA, "vector_kernel", *EXPERTS_OF_ONE),
+        *("norm_kernel", "gemm_kernel", *ATTENTION, "vector_kernel", *EXPERTS_OF_ONE),
         "norm_kernel",
     ],
     16: [
-        *("norm_kernel", "gemm_kernel", *DELTA, "gemm_kernel", "norm_kernel", *EXPERTS),
-        *("norm_kernel", "gemm_kernel", *ATTENTION, "gemm_kernel", "norm_kernel", *EXPERTS),
+        *("norm_kernel", "gemm_kernel", *DELTA, "gemm_kernel", *EXPERTS),
+        *("norm_kernel", "gemm_kernel", *ATTENTION, "gemm_kernel", *EXPERTS),
         "norm_kernel",
     ],
 }
@@ -82,8 +83,45 @@ def test_a_decode_step_launches_no_more_than_it_needs(model, num_sequences, laun
     assert step(model, num_sequences, launched) == STEPS[num_sequences]
 
 
-def test_state_gates_take_a_launch_where_rows_are_many(model, launched, monkeypatch):
+def test_state_gates_and_routers_take_a_launch_where_rows_are_many(model, launched, monkeypatch):
     linear = model.ops._linear
     monkeypatch.setattr(model.ops, "_linear", lambda *given: (launched.append("linear"), linear(*given))[1])
     found = [step(model, num_sequences, launched).count("linear") for num_sequences in (64, 65)]
-    assert found == [2, 3]  # of routers, and of the delta net
+    assert found == [0, 3]  # of two routers, and of the delta net
+
+
+SMALL = {
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 128, "vocab_size": 256, "eos_token_id": 100, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("quantization", Quantization)
+@pytest.mark.parametrize(
+    ("shape", "shared_size", "is_one"),
+    [("qwen3.5-35b-a3b", 128, True), ("qwen3.5-35b-a3b", 256, False), ("qwen3-30b-a3b", None, True)],
+)
+def test_a_norm_and_a_choice_are_one_launch_where_the_router_alone_reads_the_norm(
+    shape, shared_size, is_one, quantization, tmp_path
+):
+    """The layer's output is that of launches of their own; a shared expert with GEMMs of its own has these."""
+    sizes = SMALL | ({} if shared_size is None else {"shared_expert_intermediate_size": shared_size})
+    if shared_size is None:
+        sizes = {name: size for name, size in sizes.items() if not name.startswith(("linear", "layer"))}
+    model = load_model(
+        write_shape(shape, tmp_path, **sizes), dtype=torch.bfloat16, device=torch.device("cpu"), random_seed=3,
+        implementation=Implementation.TRITON, quantization=quantization, numerics=Numerics.DEFAULT, with_mtp=False,
+    )  # fmt: skip
+    layer = model._decoder.layers[0]
+    x_TD, added_TD = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    made = layer.mlp.route(layer.mlp_norm, x_TD, added_TD)
+    assert (made is not None) is is_one
+    assert layer.mlp.route(layer.mlp_norm, x_TD.repeat(30, 1), added_TD.repeat(30, 1)) is None
+    if made is not None:
+        normed_TD, sum_TD = layer.mlp_norm.of_sum(x_TD, added_TD)
+        assert torch.equal(made.sum_TD, sum_TD)
+        found = layer.mlp(made.rows_TD, may_wait=True, choice=(made.weight_TK, made.expert_TK))
+        wanted = layer.mlp(normed_TD, may_wait=True)
+        assert relative_error(*(model.ops.added_up(added) for added in (found, wanted))) < 2e-2
