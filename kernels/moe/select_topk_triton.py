@@ -2,8 +2,9 @@
 """Which experts a token is sent to, as a Triton kernel: one program of one warp for a token, nothing but registers.
 
 Chosen by repeated maximum, the lowest index among equals. Maxima are of integers that are in the order of the numbers:
-one instruction of the warp's, where a maximum of floats takes five exchanges, one after the other. Shapes: E experts in
-G groups of S (padded to powers of two), K chosen.
+one instruction of the warp's, where a maximum of floats takes five exchanges, one after the other. A choice takes three
+of them: the largest number, its place, its score; or one, where logits of 16 bits are chosen as they are. Shapes: E
+experts in G groups of S (padded to powers of two), K chosen.
 """
 
 import functools
@@ -94,6 +95,51 @@ def choose_packed(
     return weight_K, chosen_K
 
 
+@triton.jit
+def _choose(
+    logit_GS, bias, K: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr, G: tl.constexpr,
+    S: tl.constexpr, KP: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, RENORMALISE: tl.constexpr,
+):  # fmt: skip
+    """Weights and experts of a token, by any score and in groups."""
+    its_G, its_S = tl.arange(0, G), tl.arange(0, S)
+    is_expert_GS = (its_G < GROUPS)[:, None] & (its_S < SIZE)[None, :]
+    logit_GS = tl.minimum(tl.where(logit_GS == logit_GS, logit_GS, _NONE), _LARGEST)
+    if SIGMOID:
+        score_GS = 1.0 / (1.0 + tl.exp(-logit_GS))
+        choice_GS = score_GS
+    else:
+        largest = tl.maximum(_number(tl.max(_ordered(logit_GS))), -_LARGEST)  # finite, whatever the row holds
+        score_GS = tl.exp(logit_GS - largest)
+        whole = tl.sum(score_GS)
+        score_GS = score_GS / tl.where(whole > 0.0, whole, 1.0)
+        choice_GS = logit_GS
+    if BIAS:
+        choice_GS = score_GS + tl.load(bias + its_G[:, None] * SIZE + its_S[None, :], mask=is_expert_GS, other=0.0)
+        choice_GS = tl.where(choice_GS == choice_GS, choice_GS, _NONE)
+    if KEPT < GROUPS:
+        choice_GS = _keep_groups(tl.where(is_expert_GS, choice_GS, _NONE), GROUPS, KEPT, G, S)
+    # What is no expert comes after an expert at -inf; so does one that is chosen already.
+    order_N = tl.reshape(tl.where(is_expert_GS, _ordered(choice_GS), _LAST), [G * S])
+    score_N = tl.reshape(tl.where(is_expert_GS, score_GS, 0.0), [G * S]).to(tl.int32, bitcast=True)
+    its_N = tl.arange(0, G * S)
+    its_K = tl.arange(0, KP)
+    weight_K = tl.zeros([KP], dtype=tl.float32)
+    chosen_K = tl.zeros([KP], dtype=tl.int32)
+    total = 0.0
+    for choice in tl.static_range(K):
+        best = tl.max(order_N, axis=0)
+        place = tl.min(tl.where(order_N == best, its_N, G * S), axis=0)
+        # No score is negative, so the bits of all are in order, too.
+        score = tl.max(tl.where(its_N == place, score_N, 0), axis=0).to(tl.float32, bitcast=True)
+        total += score
+        weight_K = tl.where(its_K == choice, score, weight_K)
+        chosen_K = tl.where(its_K == choice, place // S * SIZE + place % S, chosen_K)
+        order_N = tl.where(its_N == place, _LAST, order_N)
+    if RENORMALISE:
+        weight_K = weight_K / tl.where(total > 0.0, total, 1.0)
+    return weight_K, chosen_K
+
+
 @triton.jit(do_not_specialize=["logit_stride", "gate_stride"])
 def _select_kernel(
     logits,
@@ -120,47 +166,23 @@ def _select_kernel(
 ):
     """The K best experts of a token; with SHARED, one more after them, for every token, which GATED weighs."""
     token = tl.program_id(0).to(tl.int64)
-    its_G, its_S = tl.arange(0, G), tl.arange(0, S)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    is_expert_GS = (its_G < GROUPS)[:, None] & (its_S < SIZE)[None, :]
-    expert_GS = its_G[:, None] * SIZE + its_S[None, :]
-    logit_GS = tl.load(logits + token * logit_stride + expert_GS, mask=is_expert_GS, other=_NONE).to(tl.float32)
-    logit_GS = tl.minimum(tl.where(logit_GS == logit_GS, logit_GS, _NONE), _LARGEST)
-    if SIGMOID:
-        score_GS = 1.0 / (1.0 + tl.exp(-logit_GS))
-        choice_GS = score_GS
+    IS_PACKED: tl.constexpr = (
+        GROUPS == 1 and not SIGMOID and not BIAS and logits.dtype.element_ty.primitive_bitwidth == 16
+    )
+    its_G, its_S = tl.arange(0, G)[:, None], tl.arange(0, S)[None, :]
+    is_expert_GS = (its_G < GROUPS) & (its_S < SIZE)
+    at_GS = token * logit_stride + its_G * SIZE + its_S
+    logit_GS = tl.load(logits + at_GS, mask=is_expert_GS, other=_NONE)
+    if IS_PACKED:
+        weight_K, chosen_K = choose_packed(tl.reshape(logit_GS, [S]), SIZE, S, K, KP, RENORMALISE)
     else:
-        largest = tl.maximum(_number(tl.max(_ordered(logit_GS))), -_LARGEST)  # finite, whatever the row holds
-        score_GS = tl.exp(logit_GS - largest)
-        whole = tl.sum(score_GS)
-        score_GS = score_GS / tl.where(whole > 0.0, whole, 1.0)
-        choice_GS = logit_GS
-    if BIAS:
-        choice_GS = score_GS + tl.load(bias + expert_GS, mask=is_expert_GS, other=0.0)
-        choice_GS = tl.where(choice_GS == choice_GS, choice_GS, _NONE)
-    if KEPT < GROUPS:
-        choice_GS = _keep_groups(tl.where(is_expert_GS, choice_GS, _NONE), GROUPS, KEPT, G, S)
-    # What is no expert comes after an expert at -inf; so does one that is chosen already.
-    order_N = tl.reshape(tl.where(is_expert_GS, _ordered(choice_GS), _LAST), [G * S])
-    score_N = tl.reshape(tl.where(is_expert_GS, score_GS, 0.0), [G * S]).to(tl.int32, bitcast=True)
-    its_N = tl.arange(0, G * S)
+        weight_K, chosen_K = _choose(
+            logit_GS.to(tl.float32), bias, K, GROUPS, KEPT, SIZE, G, S, KP, SIGMOID, BIAS, RENORMALISE
+        )
     its_K = tl.arange(0, KP)
-    weight_K = tl.zeros([KP], dtype=tl.float32)
-    chosen_K = tl.zeros([KP], dtype=tl.int32)
-    total = 0.0
-    for choice in tl.static_range(K):
-        best = tl.max(order_N, axis=0)
-        place = tl.min(tl.where(order_N == best, its_N, G * S), axis=0)
-        # No score is negative, so the bits of all are in order, too.
-        score = tl.max(tl.where(its_N == place, score_N, 0), axis=0).to(tl.float32, bitcast=True)
-        total += score
-        weight_K = tl.where(its_K == choice, score, weight_K)
-        chosen_K = tl.where(its_K == choice, place // S * SIZE + place % S, chosen_K)
-        order_N = tl.where(its_N == place, _LAST, order_N)
-    if RENORMALISE:
-        weight_K = weight_K / tl.where(total > 0.0, total, 1.0)
     weight_K *= scaling
     if SHARED:
         shared = 1.0

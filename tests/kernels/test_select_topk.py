@@ -89,6 +89,24 @@ def test_the_kernel_is_the_reference_for_any_number_of_tokens(num_tokens):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_both_zeros_are_one_among_logits_of_16_bits(dtype, implementation):
+    """And what is no number, infinite, subnormal or negative is in its place."""
+    inf, tiny = float("inf"), 2.0**-24
+    logits_TE = torch.tensor(
+        [
+            [-1, -0.0, 0.0, -0.0, -2, -3],
+            [-tiny, tiny, -0.0, 0.0, -2, -3],
+            [float("nan"), inf, -inf, -60_000, 60_000, inf],
+        ]
+    ).to(dtype)
+    weight_TK, expert_TK = select_topk(logits_TE, 5, implementation=implementation)
+    assert expert_TK.tolist() == [[1, 2, 3, 0, 4], [1, 2, 3, 0, 4], [1, 5, 4, 3, 0]]
+    assert weight_TK.isfinite().all()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("scoring", list(Scoring))
 def test_among_equals_the_lowest_index_wins(implementation, scoring):
     logits_TE = torch.tensor([[1.0, 3.0, 3.0, 1.0, 3.0, 1.0, 1.0, 0.0], [2.0] * 8])
