@@ -45,6 +45,7 @@ from baton.kernels.moe import norm_route as moe_norm_route
 from baton.kernels.moe.gemm import Fp8ExpertWeights, experts_apart
 from baton.kernels.moe.norm_route import RoutedNorm
 from baton.kernels.moe.select_topk import (
+    MAX_BESIDE,
     MAX_CHOSEN,
     MAX_EXPERTS,
     Scoring,
@@ -512,6 +513,26 @@ class Ops:
             made = self._route(logits_TE, num_chosen, renormalise)
             made = with_shared(*made, logits_TE.shape[1], gate_T1) if has_shared else made
         return self._rechosen(*made, num_chosen)
+
+    def route_and_gate(
+        self,
+        logits_TE: torch.Tensor,
+        num_chosen: int,
+        renormalise: bool,
+        gate_up_TJ: torch.Tensor,
+        reader: Weight,
+    ) -> tuple[Choice, Rows]:
+        """Select experts as `route`, and compute an activation as `silu_mul_read_by`: few rows in one launch."""
+        num_tokens, double = gate_up_TJ.shape
+        if not self._is_fused or isinstance(reader, Fp8Weight) or num_tokens > MAX_BESIDE:
+            made = self.route(logits_TE, num_chosen, renormalise)
+            return made, self.silu_mul_read_by(reader, gate_up_TJ)
+        inner_TI = gate_up_TJ.new_empty(num_tokens, double // 2)
+        made = select_topk(
+            logits_TE, num_chosen, renormalise=renormalise, beside=(gate_up_TJ, inner_TI),
+            implementation=self.implementation,
+        )  # fmt: skip
+        return self._rechosen(*made, num_chosen), inner_TI
 
     def route_by_sigmoid(
         self,

@@ -369,11 +369,11 @@ class MLP:
 
     def __call__(self, x_TD: Rows, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
         """[T, D] -> [T, D]; never waits for the device, whatever `may_wait` allows. `routed` is not used."""
-        return self.go_on(self._ops.linear(x_TD, self.gate_up_JD))
+        return self.end(self._ops.silu_mul_read_by(self.down_DI, self._ops.linear(x_TD, self.gate_up_JD)))
 
-    def go_on(self, gate_up_TJ: torch.Tensor) -> torch.Tensor:
-        """Continue after the first GEMM, [T, J] -> [T, D]."""
-        return self._ops.linear_inner(self._ops.silu_mul_read_by(self.down_DI, gate_up_TJ), self.down_DI)
+    def end(self, inner_TI: Rows) -> torch.Tensor:
+        """Continue after the activation, [T, I] -> [T, D]."""
+        return self._ops.linear_inner(inner_TI, self.down_DI)
 
 
 def joined(*weights: Weight) -> torch.Tensor | None:

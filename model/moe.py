@@ -138,9 +138,9 @@ class SparseMLP:
         x_TD = plain(x)
         is_stacked = self._is_stacked(len(x_TD))
         if choice is None:
-            weight_TK, expert_TK, gate_T1, gate_up_TJ = self._choose(x_TD, is_stacked)
+            (weight_TK, expert_TK), gate_T1, inner = self._choose(x_TD, is_stacked)
         else:
-            (weight_TK, expert_TK), gate_T1, gate_up_TJ = choice, None, None
+            (weight_TK, expert_TK), gate_T1, inner = choice, None, None
         if is_stacked:
             assert self.stack is not None
             return self._ops.experts(x_TD, weight_TK, expert_TK, self.stack, may_wait)
@@ -148,14 +148,12 @@ class SparseMLP:
             assert routed is not None
             expert_TK = self.slots.place(expert_TK, routed)
         mixed_TD = self._ops.experts(x_TD, weight_TK, expert_TK, self.experts, may_wait)
-        return mixed_TD if self.shared is None else self.shared.add_to(mixed_TD, x, gate_T1, gate_up_TJ)
+        return mixed_TD if self.shared is None else self.shared.add_to(mixed_TD, x, gate_T1, inner)
 
-    def _choose(
-        self, x_TD: torch.Tensor, is_stacked: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Weights and experts of the tokens, and of a shared expert its gate and the output of its first GEMM, if any.
+    def _choose(self, x_TD: torch.Tensor, is_stacked: bool) -> tuple[Choice, torch.Tensor | None, Rows | None]:
+        """The choice of the tokens, and of a shared expert its gate and its activation, [T, I], if any.
 
-        The latter is made here only where the router's GEMM and that one are one.
+        The latter is made here only where the router's GEMM and the shared expert's first one are one.
         """
         gate_up_TJ = None
         if is_stacked or self.both_ND is None:
@@ -165,15 +163,18 @@ class SparseMLP:
             gate_up_TJ, logits_TX = self._ops.linear(x_TD, self.both_ND).tensor_split([-len(self.router_XD)], dim=1)
         logits_TE, gate_TX = logits_TX.tensor_split([len(self.router_ED)], dim=1)
         gate_T1 = gate_TX[:, :1] if gate_TX.shape[1] else None
-        return *self._route(logits_TE, gate_T1, is_stacked), gate_T1, gate_up_TJ
+        if gate_up_TJ is None:
+            return self._route(logits_TE, gate_T1, is_stacked), gate_T1, None
+        assert self.shared is not None
+        down_DI = self.shared.mlp.down_DI
+        choice, inner = self._ops.route_and_gate(logits_TE, self._num_chosen, self._renormalise, gate_up_TJ, down_DI)
+        return choice, gate_T1, inner
 
     def _is_stacked(self, num_rows: int) -> bool:
         """Whether the shared expert is one more choice in a step of so many rows."""
         return num_rows in self._stacked_steps
 
-    def _route(
-        self, logits_TE: torch.Tensor, gate_T1: torch.Tensor | None, has_shared: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route(self, logits_TE: torch.Tensor, gate_T1: torch.Tensor | None, has_shared: bool) -> Choice:
         """Weights and experts of the tokens, with the shared one if `has_shared`, which its gate weighs."""
         routing, bias_E = self._routing, self.bias_E
         if routing is None or bias_E is None:
@@ -213,16 +214,14 @@ class _SharedExpert:
         self.mlp = mlp
         self._ops = ops
 
-    def add_to(
-        self, mixed_TD: Added, x: Rows, gate_T1: torch.Tensor | None, gate_up_TJ: torch.Tensor | None = None
-    ) -> Added:
+    def add_to(self, mixed_TD: Added, x: Rows, gate_T1: torch.Tensor | None, inner: Rows | None = None) -> Added:
         """Sum of the experts' output and this one's for the tokens, [T, D], rounded once: [T, D].
 
         Args:
             mixed_TD: the experts' output.
             x: the tokens.
             gate_T1: logits of its gate, if it has one.
-            gate_up_TJ: output of this one's first GEMM, if already computed.
+            inner: this one's activation, if already computed.
         """
-        shared_TD = self.mlp(x, may_wait=False) if gate_up_TJ is None else self.mlp.go_on(gate_up_TJ)
+        shared_TD = self.mlp(x, may_wait=False) if inner is None else self.mlp.end(inner)
         return self._ops.add_shared(mixed_TD, shared_TD, gate_T1)

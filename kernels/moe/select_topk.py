@@ -21,10 +21,12 @@ from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 from baton.kernels.moe import select_topk_triton
+from baton.kernels.pointwise.silu_mul import silu_mul
 from baton.kernels.tiles import ordered_sum, wide_dtype
 
 MAX_EXPERTS = 1024
 MAX_CHOSEN = 32
+MAX_BESIDE = 512  # tokens of a step whose activation is computed beside: more of them fill a GPU by themselves
 _FORMS: Memo[bool] = Memo()  # checked calls, and whether Triton computes them
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST = torch.finfo(torch.float32).max
@@ -50,6 +52,7 @@ def select_topk(
     expert_dtype: torch.dtype = torch.int64,
     has_shared: bool = False,
     gate_T1: torch.Tensor | None = None,
+    beside: tuple[torch.Tensor, torch.Tensor] | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weights, float32 [T, K], and experts [T, K], best first, in one launch; K + 1 if `has_shared`.
@@ -71,13 +74,15 @@ def select_topk(
         expert_dtype: int32 or int64.
         has_shared: whether expert E is the last choice of every token.
         gate_T1: logits of its weight, in one of the dtypes of `logits_TE`; None: its weight is 1.
+        beside: an activation that is computed in the same launch, `kernels.pointwise.silu_mul`: its input [T, 2 I],
+            rows contiguous, in the dtype of the logits, and its output [T, I], contiguous, which is written.
         implementation: implementation to use.
 
     Raises:
         KernelArgumentInvalid: an argument does not fit; the message names it.
     """
     groups = (num_groups, num_kept_groups)
-    shared = has_shared, signature(gate_T1)
+    shared = has_shared, signature(gate_T1), *map(signature, beside or ())
     key = signature(logits_TE), signature(bias_E), num_chosen, groups, expert_dtype, shared, implementation
     uses = _FORMS.find(key)
     if uses is None:
@@ -85,6 +90,8 @@ def select_topk(
         if gate_T1 is not None:
             require(has_shared, "gate_T1", "is given without a shared expert")
             require_tensor("gate_T1", gate_T1, (len(logits_TE), 1), _DTYPES, logits_TE.device)
+        if beside is not None:
+            _check_beside(logits_TE, *beside)
         uses = _FORMS.keep(key, uses_triton(logits_TE.device, implementation))
     is_sigmoid = scoring is Scoring.SIGMOID
     if not uses:
@@ -93,6 +100,8 @@ def select_topk(
         )
         if has_shared:
             weight_TK, expert_TK = with_shared(weight_TK, expert_TK, logits_TE.shape[1], gate_T1)
+        if beside is not None:
+            beside[1].copy_(silu_mul(beside[0]))
         return weight_TK, expert_TK.to(expert_dtype).contiguous()
     shape = (logits_TE.shape[0], num_chosen + has_shared)
     weight_TK = torch.empty(shape, dtype=torch.float32, device=logits_TE.device)
@@ -100,9 +109,9 @@ def select_topk(
     if logits_TE.shape[0] > 0:
         constants = select_topk_triton.prepared(
             logits_TE.device, logits_TE.shape[1], num_chosen, groups, is_sigmoid, bias_E is not None, renormalise,
-            has_shared, gate_T1 is not None,
+            has_shared, gate_T1 is not None, 0 if beside is None else beside[1].shape[1],
         )  # fmt: skip
-        select_topk_triton.launch(logits_TE, bias_E, weight_TK, expert_TK, scaling, gate_T1, constants)
+        select_topk_triton.launch(logits_TE, bias_E, weight_TK, expert_TK, scaling, gate_T1, beside, constants)
     return weight_TK, expert_TK
 
 
@@ -143,6 +152,14 @@ def _check(
     if bias_E is not None:
         require_tensor("bias_E", bias_E, (num_experts,), (torch.float32,), logits_TE.device)
         require_rows("bias_E", bias_E)
+
+
+def _check_beside(logits_TE: torch.Tensor, gate_up_TJ: torch.Tensor, inner_TI: torch.Tensor) -> None:
+    num_tokens, dtype, device = len(logits_TE), [logits_TE.dtype], logits_TE.device
+    require_tensor("beside", inner_TI, (num_tokens, None), dtype, device)
+    require_tensor("beside", gate_up_TJ, (num_tokens, 2 * inner_TI.shape[1]), dtype, device)
+    require(inner_TI.shape[1] > 0 and inner_TI.is_contiguous(), "beside", "has an output without columns, or strided")
+    require_rows("beside", gate_up_TJ)
 
 
 def select_topk_reference(

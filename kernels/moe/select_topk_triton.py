@@ -3,8 +3,12 @@
 
 Chosen by repeated maximum, the lowest index among equals. Maxima are of integers that are in the order of the numbers:
 one instruction of the warp's, where a maximum of floats takes five exchanges, one after the other. A choice takes three
-of them: the largest number, its place, its score; or one, where logits of 16 bits are chosen as they are. Shapes: E
-experts in G groups of S (padded to powers of two), K chosen.
+of them: the largest number, its place, its score; or one, where logits of 16 bits are chosen as they are.
+
+Programs beyond the tokens compute the activation of a shared expert, whose first GEMM is the router's, too: that costs
+nothing while the others choose, and saves a launch.
+
+Shapes: E experts in G groups of S (padded to powers of two), K chosen; I columns of the activation, C of a program.
 """
 
 import functools
@@ -13,14 +17,18 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.pointwise.silu_mul_triton import silu
 from baton.kernels.variant import Variant
 
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 _NONE = tl.constexpr(float("-inf"))
 _LAST = tl.constexpr(-(1 << 31))  # comes after all numbers
+_GATED_LEN = 512  # columns of an activation of a program: 16 of each thread
+_C = tl.constexpr(_GATED_LEN)
 
 
 @triton.jit
@@ -140,7 +148,21 @@ def _choose(
     return weight_K, chosen_K
 
 
-@triton.jit(do_not_specialize=["logit_stride", "gate_stride"])
+@triton.jit
+def _gate_part(gate_up, gate_up_stride, inner, part, I: tl.constexpr, PTX: tl.constexpr):  # noqa: E741
+    """Write silu(gate) * up of some columns of a token, as `silu_mul_fused` computes it."""
+    PARTS: tl.constexpr = (I + _C - 1) // _C
+    token = (part // PARTS).to(tl.int64)
+    column_C = part % PARTS * _C + tl.arange(0, _C)
+    is_column_C = column_C < I
+    gate_C = tl.load(gate_up + token * gate_up_stride + column_C, mask=is_column_C, other=0.0)
+    up_C = tl.load(gate_up + token * gate_up_stride + I + column_C, mask=is_column_C, other=0.0)
+    silu_C = silu(gate_C.to(tl.float32), PTX).to(gate_C.dtype)
+    value_C = (silu_C.to(tl.float32) * up_C.to(tl.float32)).to(gate_C.dtype)
+    tl.store(inner + token * I + column_C, value_C, mask=is_column_C)
+
+
+@triton.jit(do_not_specialize=["logit_stride", "gate_stride", "num_tokens"])
 def _select_kernel(
     logits,
     logit_stride: tl.int64,
@@ -150,6 +172,10 @@ def _select_kernel(
     scaling,
     gate,
     gate_stride: tl.int64,
+    gate_up,
+    gate_up_stride,
+    inner,
+    num_tokens: tl.int32,
     K: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
@@ -162,13 +188,22 @@ def _select_kernel(
     RENORMALISE: tl.constexpr,
     SHARED: tl.constexpr,
     GATED: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    PTX: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The K best experts of a token; with SHARED, one more after them, for every token, which GATED weighs."""
+    """The K best experts of a token; with SHARED, one more after them, for every token, which GATED weighs.
+
+    Behind the tokens' programs, if I is not 0, those of an activation of so many columns.
+    """
     token = tl.program_id(0).to(tl.int64)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if I > 0:
+        if tl.program_id(0) >= num_tokens:
+            _gate_part(gate_up, gate_up_stride, inner, tl.program_id(0) - num_tokens, I, PTX)
+            return
     IS_PACKED: tl.constexpr = (
         GROUPS == 1 and not SIGMOID and not BIAS and logits.dtype.element_ty.primitive_bitwidth == 16
     )
@@ -202,15 +237,22 @@ def launch(
     expert_TK: torch.Tensor,
     scaling: float,
     gate_T1: torch.Tensor | None,
+    beside: tuple[torch.Tensor, torch.Tensor] | None,
     constants: Constants,
 ) -> None:
-    """One program for each token."""
+    """One program for each token, and those of the activation `beside` it: its input and its output."""
+    num_programs = num_tokens = len(logits_TE)
+    gate_up_TJ = inner_TI = logits_TE
+    if beside is not None:
+        gate_up_TJ, inner_TI = beside
+        num_programs += num_tokens * -(-inner_TI.shape[1] // _GATED_LEN)
     bias, gate = weight_TK if bias_E is None else bias_E, weight_TK if gate_T1 is None else gate_T1
     arguments = (
         logits_TE, logits_TE.stride(0), bias, weight_TK, expert_TK, scaling, gate, gate.stride(0),
+        gate_up_TJ, gate_up_TJ.stride(0), inner_TI, num_tokens,
     )  # fmt: skip
     with torch.cuda.device_of(logits_TE):
-        _launch_select((logits_TE.shape[0],), arguments, constants)
+        _launch_select((num_programs,), arguments, constants)
 
 
 _launch_select = Launcher(_select_kernel)
@@ -225,6 +267,7 @@ def constants_of(
     renormalises: bool,
     has_shared: bool = False,
     is_gated: bool = False,
+    inner_size: int = 0,
 ) -> dict[str, object]:
     """The constants of a launch; `groups` is how many there are, and how many are kept."""
     size = num_experts // groups[0]
@@ -241,13 +284,15 @@ def constants_of(
         "RENORMALISE": renormalises,
         "SHARED": has_shared,
         "GATED": is_gated,
+        "I": inner_size,
     }
 
 
 @functools.lru_cache(maxsize=256)
 def prepared(device: torch.device, *router: Any) -> Constants:
     """The same for a launch; the other arguments are those of `constants_of`."""
-    return Constants({**constants_of(*router), "num_warps": 1, **dependent_launch(device)})
+    ptx = device.type == "cuda" and torch.version.hip is None and not knobs.runtime.interpret
+    return Constants({**constants_of(*router), "PTX": ptx, "num_warps": 1, **dependent_launch(device)})
 
 
 def variants() -> list[Variant]:
@@ -259,16 +304,19 @@ def variants() -> list[Variant]:
         "sigmoid E=256 groups=8": (256, 8, (8, 4), True, True, True),
         "softmax E=256 and a gated one": (256, 8, (1, 1), False, False, True, True, True),
         "sigmoid E=256 groups=8 and a shared one": (256, 8, (8, 4), True, True, True, True, False),
+        "softmax E=256 beside an activation": (256, 8, (1, 1), False, False, True, False, False, 512),
+        "softmax E=60 beside an activation": (60, 4, (1, 1), False, False, False, False, False, 5632),
     }
     types = {"logits": "*bf16", "logit_stride": "i64", "bias": "*fp32", "weights": "*fp32", "experts": "*i64"}
-    types |= {"scaling": "fp32", "gate": "*bf16", "gate_stride": "i64"}
+    types |= {"scaling": "fp32", "gate": "*bf16", "gate_stride": "i64", "gate_up": "*bf16", "inner": "*bf16"}
+    types |= {"gate_up_stride": "i32", "num_tokens": "i32"}
     return [
         Variant(
             name=f"select_topk {name}{'' if early else ' late'}",
             kernel=_select_kernel,
             types=types,
-            constants=constants_of(*router) | {"EARLY": early},
-            aligned=("logits", "bias", "weights", "experts", "gate"),
+            constants=constants_of(*router) | {"PTX": early, "EARLY": early},
+            aligned=("logits", "bias", "weights", "experts", "gate", "gate_up", "gate_up_stride", "inner"),
             num_warps=1,
             max_registers=128,
             max_shared_bytes=4096,

@@ -186,9 +186,9 @@ def _compile_nothing(self, key, signature, device, constants, options, attribute
 def form_of(constants):
     """Which code a kernel's constants choose, but for its sizes: of each number whether it is 0.
 
-    EARLY is the device's choice (`kernels.dependent_launch`).
+    EARLY (`kernels.dependent_launch`) and PTX are the device's choice.
     """
-    return tuple(f"{name}={_kind(value)}" for name, value in sorted(constants.items()) if name != "EARLY")
+    return tuple(f"{name}={_kind(value)}" for name, value in sorted(constants.items()) if name not in ("EARLY", "PTX"))
 
 
 def _name(kernel):

@@ -8,6 +8,7 @@ import torch
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.implementation import Implementation
 from baton.kernels.moe.select_topk import Scoring, select_topk
+from baton.kernels.pointwise.silu_mul import silu_mul_fused
 from baton.tests.kernels.harness import assert_deterministic, same_bits, strided
 from baton.tests.kernels.moe_inputs import Draw, guarded_empty  # noqa: F401
 
@@ -194,3 +195,36 @@ def test_bad_arguments_are_named(argument, change):
 def test_no_token_is_no_choice(implementation):
     weight_TK, expert_TK = select_topk(torch.zeros(0, 8), 2, implementation=implementation)
     assert weight_TK.shape == expert_TK.shape == (0, 2)
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("inner_size", [8, 512, 513, 1200])
+def test_an_activation_beside_the_choice_has_the_bits_of_its_own_launch(inner_size, implementation, guarded_empty):  # noqa: F811
+    """Of a view of the same rows, whatever its size; and the choice is the same."""
+    draw = Draw(inner_size)
+    for num_tokens, dtype in ((1, torch.bfloat16), (5, torch.float16), (70, torch.bfloat16)):
+        rows_TX = draw.normal(num_tokens, 2 * inner_size + 24, dtype=dtype)
+        gate_up_TJ, logits_TE = rows_TX.tensor_split([2 * inner_size], dim=1)
+        inner_TI = torch.empty(num_tokens, inner_size, dtype=dtype)
+        options = {"renormalise": True, "implementation": implementation}
+        found = select_topk(logits_TE, 4, beside=(gate_up_TJ, inner_TI), **options)
+        wanted = select_topk(logits_TE, 4, **options)
+        assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True))
+        assert same_bits(inner_TI, silu_mul_fused(gate_up_TJ, implementation=implementation).rows)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("implementation", BOTH)
+def test_an_activation_that_does_not_fit_is_refused_by_name(implementation):
+    logits_TE, gate_up_TJ, inner_TI = torch.zeros(3, 8), torch.zeros(3, 12), torch.zeros(3, 6)
+    for wrong in (
+        (gate_up_TJ, inner_TI[:, :5]),
+        (gate_up_TJ[:2], inner_TI),
+        (gate_up_TJ, strided(inner_TI)),
+        (strided(gate_up_TJ, 1), inner_TI),
+        (gate_up_TJ.double(), inner_TI),
+        (gate_up_TJ[:, :0], inner_TI[:, :0]),
+    ):
+        with pytest.raises(KernelArgumentInvalid, match="beside"):
+            select_topk(logits_TE, 2, beside=wrong, implementation=implementation)
+    select_topk(logits_TE, 2, beside=(strided(gate_up_TJ), inner_TI), implementation=implementation)

@@ -9,6 +9,7 @@ import torch
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.numerics import Numerics, Quantization
+from baton.kernels import ops as ops_module
 from baton.kernels.gemm import fp8
 from baton.kernels.implementation import Implementation
 from baton.kernels.launcher import Launcher
@@ -98,6 +99,16 @@ SMALL = {
 }  # fmt: skip
 
 
+def small(shape, path, quantization=Quantization.NONE, **sizes):
+    """A model of few and small layers, of which a family without gated delta nets takes what it has."""
+    is_hybrid = "shared_expert_intermediate_size" in sizes
+    own = {name: size for name, size in SMALL.items() if is_hybrid or not name.startswith(("linear", "layer"))}
+    return load_model(
+        write_shape(shape, path, **own | sizes), dtype=torch.bfloat16, device=torch.device("cpu"), random_seed=3,
+        implementation=Implementation.TRITON, quantization=quantization, numerics=Numerics.DEFAULT, with_mtp=False,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("quantization", Quantization)
 @pytest.mark.parametrize(
     ("shape", "shared_size", "is_one"),
@@ -107,13 +118,8 @@ def test_a_norm_and_a_choice_are_one_launch_where_the_router_alone_reads_the_nor
     shape, shared_size, is_one, quantization, tmp_path
 ):
     """The layer's output is that of launches of their own; a shared expert with GEMMs of its own has these."""
-    sizes = SMALL | ({} if shared_size is None else {"shared_expert_intermediate_size": shared_size})
-    if shared_size is None:
-        sizes = {name: size for name, size in sizes.items() if not name.startswith(("linear", "layer"))}
-    model = load_model(
-        write_shape(shape, tmp_path, **sizes), dtype=torch.bfloat16, device=torch.device("cpu"), random_seed=3,
-        implementation=Implementation.TRITON, quantization=quantization, numerics=Numerics.DEFAULT, with_mtp=False,
-    )  # fmt: skip
+    sizes = {} if shared_size is None else {"shared_expert_intermediate_size": shared_size}
+    model = small(shape, tmp_path, quantization, **sizes)
     layer = model._decoder.layers[0]
     x_TD, added_TD = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     made = layer.mlp.route(layer.mlp_norm, x_TD, added_TD)
@@ -125,3 +131,19 @@ def test_a_norm_and_a_choice_are_one_launch_where_the_router_alone_reads_the_nor
         found = layer.mlp(made.rows_TD, may_wait=True, choice=(made.weight_TK, made.expert_TK))
         wanted = layer.mlp(normed_TD, may_wait=True)
         assert relative_error(*(model.ops.added_up(added) for added in (found, wanted))) < 2e-2
+
+
+@pytest.mark.parametrize("most", [512, 2])
+def test_the_activation_of_a_shared_expert_takes_a_launch_beyond_few_rows_alone(most, tmp_path, launched, monkeypatch):
+    """To the same bits. Its first GEMM is the router's, too, so that it is there when experts are chosen."""
+    monkeypatch.setattr(ops_module, "MAX_BESIDE", most)
+    model = small("qwen3.5-35b-a3b", tmp_path, shared_expert_intermediate_size=256)
+    layer, rows_TD = model._decoder.layers[0], torch.randn(3, 256).bfloat16()
+    launched.clear()
+    layer.mlp(rows_TD, may_wait=True)
+    assert launched.count("select_kernel") == 1
+    assert launched.count("silu_mul_kernel") == (most == 2)
+    monkeypatch.undo()
+    found = model.ops.added_up(layer.mlp(rows_TD, may_wait=True))
+    monkeypatch.setattr(ops_module, "MAX_BESIDE", 0)
+    assert torch.equal(found, model.ops.added_up(layer.mlp(rows_TD, may_wait=True)))
