@@ -225,7 +225,7 @@ class Ops:
         has_shared: bool = False,
     ) -> RoutedNorm | None:
         """Return the norm of x + added, the sum, and the choice of experts; None: they take launches of their own."""
-        may = self._is_fused and not self._is_invariant
+        may = self._is_fused and not self._is_invariant and len(x_TD) >= moe_norm_route.LEAST_TOKENS
         if not may or not moe_norm_route.fits(len(x_TD), router_XD, num_experts, num_chosen):
             return None
         made = moe_norm_route.norm_route(

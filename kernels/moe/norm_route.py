@@ -22,6 +22,7 @@ from baton.kernels.moe.select_topk import MAX_CHOSEN, MAX_EXPERTS, select_topk_r
 from baton.kernels.pointwise.rms_norm import MAX_LEN, rms_norm_fused
 
 MAX_TOKENS = 64  # columns of a tile, whose rows are the router's
+LEAST_TOKENS = 3  # for fewer the router is read row by row, without tensor cores: three launches are quicker than this
 _MAX_PROGRAMS = 132  # all run at once, one on each multiprocessor of an H200: some wait for others
 _DTYPE = torch.bfloat16
 _ALIGNED = 16  # bytes

@@ -63,12 +63,12 @@ def step(model, num_sequences, launched):
 
 DELTA = ["conv_kernel", "delta_kernel", "norm_kernel"]  # the latter is of the state's outputs
 ATTENTION = ["qk_kernel", "attend_kernel", "gate_output_kernel"]
-EXPERTS_OF_ONE = ["norm_route_kernel", "gated_vector_kernel", "down_vector_kernel"]
+EXPERTS_OF_ONE = ["vector_kernel", "select_kernel", "gated_vector_kernel", "down_vector_kernel"]
 EXPERTS = ["norm_route_kernel", "align_kernel", "gated_kernel", "down_kernel"]
 STEPS = {
     1: [
-        *("norm_kernel", "gemm_kernel", *DELTA, "vector_kernel", *EXPERTS_OF_ONE),
-        *("norm_kernel", "gemm_kernel", *ATTENTION, "vector_kernel", *EXPERTS_OF_ONE),
+        *("norm_kernel", "gemm_kernel", *DELTA, "vector_kernel", "norm_kernel", *EXPERTS_OF_ONE),
+        *("norm_kernel", "gemm_kernel", *ATTENTION, "vector_kernel", "norm_kernel", *EXPERTS_OF_ONE),
         "norm_kernel",
     ],
     16: [
@@ -124,7 +124,8 @@ def test_a_norm_and_a_choice_are_one_launch_where_the_router_alone_reads_the_nor
     x_TD, added_TD = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     made = layer.mlp.route(layer.mlp_norm, x_TD, added_TD)
     assert (made is not None) is is_one
-    assert layer.mlp.route(layer.mlp_norm, x_TD.repeat(30, 1), added_TD.repeat(30, 1)) is None
+    for given in ((x_TD[:2], added_TD[:2]), (x_TD.repeat(30, 1), added_TD.repeat(30, 1))):
+        assert layer.mlp.route(layer.mlp_norm, *given) is None, "for few rows, and for many"
     if made is not None:
         normed_TD, sum_TD = layer.mlp_norm.of_sum(x_TD, added_TD)
         assert torch.equal(made.sum_TD, sum_TD)
