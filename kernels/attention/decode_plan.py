@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from baton.kernels.attention import row_tile_plan_triton
 from baton.kernels.attention import split_kv_plan_triton as attention_split_kv_plan_triton
 
 Kept = TypeVar("Kept")
@@ -33,6 +34,25 @@ class Division:
     max_context_len: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileDivision:
+    """Inputs of a plan of `row_tile_plan_triton`, besides starts and lengths.
+
+    Attributes:
+        tile: positions of a step.
+        tile_rows: rows of a tile.
+        group: query heads of a KV head.
+        num_slots: programs of a KV head, at least as many as there are tiles of rows.
+        max_context_len: upper bound of every length.
+    """
+
+    tile: int
+    tile_rows: int
+    group: int
+    num_slots: int
+    max_context_len: int
+
+
 def division(*, slots: int, num_programs: int, tile: int, max_context_len: int) -> Division:
     """Make as many shares as give each of `slots` one, if each share takes `num_programs` programs."""
     return Division(tile=tile, num_shares=max(1, slots // num_programs), max_context_len=max_context_len)
@@ -42,7 +62,7 @@ class SplitKVPlans:
     """The plans of one pass over the same sequences: the first layer makes them, and all layers use them."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[torch.Tensor, torch.Tensor | None, Division, torch.Tensor]] = []
+        self._made: list[tuple[torch.Tensor, torch.Tensor | None, Division | TileDivision, torch.Tensor]] = []
         self._kept: dict[Hashable, Any] = {}
 
     def keep(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
@@ -52,7 +72,7 @@ class SplitKVPlans:
         found: Kept = self._kept[key]
         return found
 
-    def find(self, lens: torch.Tensor, starts_E: torch.Tensor | None, wanted: Division) -> torch.Tensor:
+    def find(self, lens: torch.Tensor, starts_E: torch.Tensor | None, wanted: Division | TileDivision) -> torch.Tensor:
         """Return the plan for sequences of these lengths, matched by tensor identity, not by contents.
 
         Args:
@@ -68,8 +88,14 @@ class SplitKVPlans:
         return plan
 
 
-def make_plan(lens: torch.Tensor, starts_E: torch.Tensor | None, wanted: Division) -> torch.Tensor:
-    """Make one plan in the format of `attention_split_kv_plan_triton.plan_kernel`; never waits for the device."""
+def make_plan(lens: torch.Tensor, starts_E: torch.Tensor | None, wanted: Division | TileDivision) -> torch.Tensor:
+    """Make one plan in the format of its kernel; never waits for the device."""
+    if isinstance(wanted, TileDivision):
+        assert starts_E is not None
+        return row_tile_plan_triton.launch_plan(
+            starts_E, lens, group=wanted.group, tile_rows=wanted.tile_rows, tile=wanted.tile,
+            num_slots=wanted.num_slots, max_context_len=wanted.max_context_len,
+        )  # fmt: skip
     return attention_split_kv_plan_triton.launch_plan(
         lens, starts_E, tile=wanted.tile, num_shares=wanted.num_shares, max_context_len=wanted.max_context_len
     )

@@ -8,12 +8,13 @@ It refuses to know what is computed of them.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from baton.kernels.attention.split_kv_plan_triton import PIECE_LEN
+from baton.kernels.attention.row_tile_plan_triton import ENTRY_LEN
 from baton.kernels.variant import Variant
 
-_PIECE_LEN = gl.constexpr(PIECE_LEN)
+_ENTRY_LEN = gl.constexpr(ENTRY_LEN)
 
 
 @gluon.jit
@@ -60,36 +61,40 @@ def _copy(source, rows, pieces, full, stage, D: gl.constexpr, BN: gl.constexpr, 
 
 @gluon.jit
 def _load_end(
-    value, table, pieces, full, stage, first, context_len, last_block, block_rows, head_row,
-    D: gl.constexpr, BN: gl.constexpr, S: gl.constexpr, ROW: gl.constexpr, WORDS: gl.constexpr,
+    value, rows, pieces, full, stage, first, context_len,
+    D: gl.constexpr, BN: gl.constexpr, S: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
-    """The tile of V that reaches past the sequence's end, zero there."""
+    """The tile of V that reaches past the sequence's end, zero there.
+
+    Its blocks are all asked for before one is waited for: one after another they would take up to ten microseconds.
+    """
     blocks: gl.constexpr = BN // S
     halves: gl.constexpr = D // 64
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     slot_S = gl.arange(0, S, gl.SliceLayout(1, layout))
     column_C = gl.arange(0, 64, gl.SliceLayout(0, layout))
-    for place in range(blocks):
-        block = gl.load(table + gl.minimum(first // S + place, last_block) * WORDS)
-        row = (block * block_rows + head_row).to(gl.int64)
-        is_there_S1 = ((first + place * S + slot_S) < context_len)[:, None]
-        at_SC = (slot_S * ROW)[:, None] + column_C[None, :]
+    at_SC = (slot_S * ROW)[:, None] + column_C[None, :]
+    for b in gl.static_range(blocks):
+        block_SC = value + rows[b].to(gl.int64) * ROW + at_SC
+        is_there_SC = ((first + b * S + slot_S) < context_len)[:, None] & (column_C >= 0)[None, :]
         for half in gl.static_range(halves):
-            piece_SC = gl.load(value + row * ROW + half * 64 + at_SC, mask=is_there_S1, other=0.0)
-            pieces.index((stage * halves + half) * blocks + place).store(piece_SC)
+            piece = pieces.index((stage * halves + half) * blocks + b)
+            async_copy.async_copy_global_to_shared(piece, block_SC + half * 64, mask=is_there_SC)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
     fence_async_shared()
     mbarrier.arrive(full.index(stage), count=1)
 
 
 @gluon.jit
-def find_piece(piece, plan, starts, BM: gl.constexpr, H: gl.constexpr):
-    """Of a piece of a share: its sequence, its tiles, that sequence's start, rows and keys, and the first row here."""
-    entry = plan + gl.num_programs(1) + 1 + piece * _PIECE_LEN
+def find_part(plan, starts):
+    """Of a program's part: its sequence, its tiles, that sequence's start, rows and keys, and the first row here."""
+    entry = plan + gl.program_id(1) * _ENTRY_LEN
     sequence = gl.load(entry)
     start = gl.load(starts + sequence).to(gl.int32)
     query_len = gl.load(starts + sequence + 1).to(gl.int32) - start
-    first_row = gl.program_id(0) // H * BM
-    return sequence, gl.load(entry + 1), gl.load(entry + 2), start, query_len, gl.load(entry + 3), first_row
+    low, end, context_len, first_row = gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4)
+    return sequence, low, end, start, query_len, context_len, first_row
 
 
 @gluon.jit
@@ -114,10 +119,7 @@ def _copy_tiles(
         if (at + 1) * BN <= context_len:
             _copy(values, rows, value_pieces, value_full, stage, D, BN, S)
         else:
-            _load_end(
-                value, table, value_pieces, value_full, stage, at * BN, context_len, last_block,
-                block_rows, head * head_rows, D, BN, S, ROW, WORDS,
-            )  # fmt: skip
+            _load_end(value, rows, value_pieces, value_full, stage, at * BN, context_len, D, BN, S, ROW)
         count += 1
     return count
 
@@ -132,18 +134,16 @@ def produce(
     """The warp that copies: K and V of every tile, from the last that a program's rows see down to the first."""
     count = 0
     if PLANNED:
-        head = gl.program_id(0) % H
-        share = plan + gl.program_id(1)
-        for piece in range(gl.load(share), gl.load(share + 1)):
-            sequence, low, end, _, query_len, context_len, first_row = find_piece(piece, plan, starts, BM, H)
-            if first_row < query_len * G:
-                table = tables + sequence.to(gl.int64) * table_stride
-                last = context_len - query_len + (gl.minimum(first_row + BM, query_len * G) - 1) // G
-                count = _copy_tiles(
-                    keys, values, value, key_pieces, value_pieces, key_full, key_empty, value_full, value_empty,
-                    table, low, gl.minimum(end, last // BN + 1), context_len, last // S, head, block_rows, head_rows,
-                    count, D, S, ROW, WORDS, BN, STAGES,
-                )  # fmt: skip
+        head = gl.program_id(0)
+        sequence, low, end, _, query_len, context_len, first_row = find_part(plan, starts)
+        if end > low:
+            table = tables + sequence.to(gl.int64) * table_stride
+            last = context_len - query_len + (gl.minimum(first_row + BM, query_len * G) - 1) // G
+            count = _copy_tiles(
+                keys, values, value, key_pieces, value_pieces, key_full, key_empty, value_full, value_empty,
+                table, low, gl.minimum(end, last // BN + 1), context_len, last // S, head, block_rows, head_rows,
+                count, D, S, ROW, WORDS, BN, STAGES,
+            )  # fmt: skip
     else:
         for round in range(num_rounds):
             tile, head, exists = tile_of(round, num_tiles, H)

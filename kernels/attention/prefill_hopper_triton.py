@@ -13,8 +13,8 @@ where a tile of BN rows has them: a tile lies as D // 64 pieces of [BN, 64], so 
 the other. Of the tile that reaches past the sequence's end V comes by ordinary loads instead, zero past the end: what
 lies there may be NaN, which weights of zero would not take away. K needs no such care, its scores are masked.
 
-Chunks with too few tiles of rows for a GPU have their positions divided, too (`launch_shares`): then a program does the
-pieces of one share after another (`kernels.attention.short_chunks`), of one tile of rows and one KV head.
+Chunks with too few tiles of rows for a GPU have their positions divided, too (`launch_divided`): then a program does
+one part of a tile of rows, as `kernels.attention.row_tile_plan_triton` plans, which sums the parts up.
 
 Source: Shah et al. 2024 (FlashAttention-3), section 3. It needs bfloat16 or float16 KV in blocks of 16 or more, and is
 written in Gluon, which Triton's interpreter cannot run: `fits` says where it may be used.
@@ -32,8 +32,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from baton.kernels.attention import prefill_plan
-from baton.kernels.attention import split_kv_triton as attention_split_kv_triton
+from baton.kernels.attention import prefill_plan, row_tile_plan_triton
 from baton.kernels.attention.block_tables import in_words
 from baton.kernels.attention.prefill_warp_specialized_triton import prefill_kernel
 from baton.kernels.launcher import Constants, Launcher
@@ -110,10 +109,10 @@ def launch(
     num_programs = min(total, num_multiprocessors(query_TAD.device.index)) if is_persistent else total
     nothing = output_TAD, context_lens_B, context_lens_B  # in the place of parts, their logarithms, and a plan
     places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD
-    _launch((num_programs,), places, nothing, num_tiles, -(-total // num_programs), 0, scale, options)
+    _launch((num_programs,), places, nothing, num_tiles, -(-total // num_programs), scale, options)
 
 
-def launch_shares(
+def launch_divided(
     query_TAD: torch.Tensor,
     key_NHSD: torch.Tensor,
     value_NHSD: torch.Tensor,
@@ -122,21 +121,20 @@ def launch_shares(
     context_lens_B: torch.Tensor,
     plan: torch.Tensor,
     *,
-    num_queries: int,
+    max_query_len: int,
     scale: float,
-    num_shares: int,
     options: Mapping[str, Any],
 ) -> torch.Tensor:
-    """The same of chunks of up to `num_queries` rows, positions divided into shares by a plan for tiles of BN."""
-    num_heads, num_kv_heads, num_sequences = query_TAD.shape[1], key_NHSD.shape[1], block_tables_BM.shape[0]
+    """The same with positions divided by a plan of `row_tile_plan_triton` for tiles of GROUPS * 64 rows and of BN."""
+    num_kv_heads, num_sequences = key_NHSD.shape[1], block_tables_BM.shape[0]
+    num_slots, tile_rows = plan.shape[0] // row_tile_plan_triton.ENTRY_LEN, ROWS * options["GROUPS"]
     output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
-    parts = attention_split_kv_triton.make_parts(query_TAD, num_shares, num_sequences, num_queries)
-    row_tiles = -(-num_queries * num_heads // num_kv_heads // (ROWS * options["GROUPS"]))
+    parts = row_tile_plan_triton.make_parts(query_TAD, num_slots, num_kv_heads, tile_rows)
     places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD
-    _launch((row_tiles * num_kv_heads, num_shares), places, (*parts, plan), 0, 0, num_queries, scale, options)
-    attention_split_kv_triton.merge(
-        *parts, query_starts_E, plan, output_TAD, num_queries=num_queries, num_shares=num_shares,
-        num_sequences=num_sequences,
+    _launch((num_kv_heads, num_slots), places, (*parts, plan), 0, 0, scale, options)
+    row_tile_plan_triton.merge(
+        *parts, query_starts_E, plan, output_TAD, num_kv_heads=num_kv_heads, tile_rows=tile_rows,
+        num_sequences=num_sequences, max_query_len=max_query_len,
     )  # fmt: skip
     return output_TAD
 
@@ -152,7 +150,6 @@ def _launch(
     planned: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     num_tiles: int,
     num_rounds: int,
-    num_queries: int,
     scale: float,
     options: Mapping[str, Any],
 ) -> None:
@@ -183,7 +180,6 @@ def _launch(
         head_stride // row_stride,
         num_tiles,
         num_rounds,
-        num_queries,
         tables.stride(0),
         block_tables_BM.shape[0],
         scale,
@@ -226,7 +222,7 @@ def _variant(
     types |= dict.fromkeys(("tables", "starts", "contexts", "plan"), "*i32")
     types |= {"scale": "fp32", "part_logs": "*fp32" if planned else "*i32"}
     strides = ("query_stride", "query_head_stride", "output_stride", "output_head_stride", "block_rows", "head_rows")
-    types |= dict.fromkeys((*strides, "num_tiles", "num_rounds", "num_queries", "table_stride", "num_sequences"), "i32")
+    types |= dict.fromkeys((*strides, "num_tiles", "num_rounds", "table_stride", "num_sequences"), "i32")
     words = [word for word in ("TURNS", "PIN") if options[word]] + ["shares"] * planned
     tile = " ".join([f"{ROWS * options['GROUPS']}x{options['BN']} s{options['STAGES']}", *words]).lower()
     return Variant(

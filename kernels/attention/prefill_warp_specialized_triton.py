@@ -14,13 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from baton.kernels.attention.prefill_copies_triton import find_piece, find_tile, produce, tile_of
+from baton.kernels.attention.prefill_copies_triton import find_part, find_tile, produce, tile_of
 from baton.kernels.variant import Variant
 
 _ANY = [
-    "starts", "contexts", "plan", "part_logs", "num_tiles", "num_rounds", "num_queries", "table_stride",
-    "num_sequences", "scale",
+    "starts", "contexts", "plan", "part_logs", "num_tiles", "num_rounds", "table_stride", "num_sequences", "scale",
 ]  # fmt: skip
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -215,19 +215,35 @@ def store_rows(
 
 
 @gluon.jit
-def _store_logs(part_logs, log_R, piece, num_queries, query_len, first_row, head, WHICH: gl.constexpr,
-                H: gl.constexpr, G: gl.constexpr, BN: gl.constexpr):  # fmt: skip
-    """The logarithms of a piece's weights, [pieces, Q, A]."""
+def _store_part(
+    parts, part_logs, mixed_RD, log_R, query_len, first_row, head, WHICH: gl.constexpr, H: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """A part of a tile, [parts, H, BM, D], and the logarithms of its weights."""
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    _store_logs(part_logs, log_R, query_len, first_row, head, WHICH, H, G, BM, BN)
+    base = parts + ((gl.program_id(1) * H + head) * BM + WHICH * 64).to(gl.int64) * D
+    row_R = gl.arange(0, 64, gl.SliceLayout(1, acc_layout))
+    column_D = gl.arange(0, D, gl.SliceLayout(0, acc_layout))
+    is_row_R1 = (first_row + WHICH * 64 + row_R < query_len * G)[:, None]
+    gl.store(base + (row_R * D)[:, None] + column_D[None, :], mixed_RD, mask=is_row_R1)
+
+
+@gluon.jit
+def _store_logs(
+    part_logs, log_R, query_len, first_row, head, WHICH: gl.constexpr, H: gl.constexpr, G: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    row_R = first_row + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, scores))
-    at_R = (piece * num_queries + row_R // G) * (H * G) + head * G + row_R % G
-    gl.store(part_logs + at_R, log_R, mask=row_R < query_len * G)
+    row_R = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, scores))
+    at_R = (gl.program_id(1) * H + head) * BM + row_R
+    gl.store(part_logs + at_R, log_R, mask=first_row + row_R < query_len * G)
 
 
 @gluon.jit
 def _consume(
     query, output, parts, part_logs, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
-    turns, starts, contexts, plan, num_sequences, num_tiles, num_rounds, num_queries,
+    turns, starts, contexts, plan, num_sequences, num_tiles, num_rounds,
     query_stride, query_head_stride, output_stride, output_head_stride, factor, WHICH: gl.constexpr,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     TURNS: gl.constexpr, PIN: gl.constexpr, PLANNED: gl.constexpr,
@@ -238,43 +254,36 @@ def _consume(
     query_tile = query_tiles.index(WHICH)
     count = 0
     if PLANNED:
-        head = gl.program_id(0) % H
-        share = plan + gl.program_id(1)
-        for piece in range(gl.load(share), gl.load(share + 1)):
-            _, low, end, start, query_len, context_len, first_row = find_piece(piece, plan, starts, BM, H)
-            if first_row < query_len * G:
-                first_position = context_len - query_len
-                last = first_position + (gl.minimum(first_row + BM, query_len * G) - 1) // G
-                high = gl.minimum(end, last // BN + 1)
-                if high > low:
-                    mixed_RD, total_R, maximum_R, count = _attend(
-                        query, query_tile, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
-                        start, query_len, first_position, first_row, low, high, head, query_stride, query_head_stride,
-                        factor, count, WHICH, G, D, BN, STAGES, TURNS, PIN,
+        head = gl.program_id(0)
+        _, low, end, start, query_len, context_len, first_row = find_part(plan, starts)
+        if end > low:
+            first_position = context_len - query_len
+            last = first_position + (gl.minimum(first_row + BM, query_len * G) - 1) // G
+            high = gl.minimum(end, last // BN + 1)
+            if high > low:
+                mixed_RD, total_R, maximum_R, count = _attend(
+                    query, query_tile, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
+                    start, query_len, first_position, first_row, low, high, head, query_stride, query_head_stride,
+                    factor, count, WHICH, G, D, BN, STAGES, TURNS, PIN,
+                )  # fmt: skip
+                is_seen_R = total_R > 0
+                total_R = gl.where(is_seen_R, total_R, 1.0)
+                mixed_RD = mixed_RD / gl.convert_layout(total_R, gl.SliceLayout(1, acc_layout))[:, None]
+                # Loaded again, for registers are short.
+                _, low, end, start, query_len, context_len, first_row = find_part(plan, starts)
+                if (low == 0) & (end * BN >= context_len):
+                    store_rows(
+                        mixed_RD, output, query_tile, start, query_len, first_row, head, output_stride,
+                        output_head_stride, WHICH, G, D,
                     )  # fmt: skip
-                    is_seen_R = total_R > 0
-                    total_R = gl.where(is_seen_R, total_R, 1.0)
-                    mixed_RD = mixed_RD / gl.convert_layout(total_R, gl.SliceLayout(1, acc_layout))[:, None]
-                    # Loaded again, for registers are short.
-                    _, low, end, start, query_len, context_len, first_row = find_piece(piece, plan, starts, BM, H)
-                    if (low == 0) & (end * BN >= context_len):
-                        store_rows(
-                            mixed_RD, output, query_tile, start, query_len, first_row, head, output_stride,
-                            output_head_stride, WHICH, G, D,
-                        )  # fmt: skip
-                    else:
-                        log_R = gl.where(is_seen_R, maximum_R * factor + gl.log2(total_R), float("-inf"))
-                        _store_logs(
-                            part_logs, log_R, piece, num_queries, query_len, first_row, head, WHICH, H, G, BN
-                        )  # fmt: skip
-                        row_R = first_row + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, acc_layout))
-                        column_D = gl.arange(0, D, gl.SliceLayout(0, acc_layout))
-                        at_R = (piece * num_queries + row_R // G) * (H * G) + head * G + row_R % G
-                        is_row_R1 = (row_R < query_len * G)[:, None]
-                        gl.store(parts + at_R.to(gl.int64)[:, None] * D + column_D[None, :], mixed_RD, mask=is_row_R1)
                 else:
-                    nothing_R = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
-                    _store_logs(part_logs, nothing_R, piece, num_queries, query_len, first_row, head, WHICH, H, G, BN)
+                    log_R = gl.where(is_seen_R, maximum_R * factor + gl.log2(total_R), float("-inf"))
+                    _store_part(
+                        parts, part_logs, mixed_RD, log_R, query_len, first_row, head, WHICH, H, G, D, BM, BN
+                    )  # fmt: skip
+            else:
+                nothing_R = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+                _store_logs(part_logs, nothing_R, query_len, first_row, head, WHICH, H, G, BM, BN)
     else:
         for round in range(num_rounds):
             tile, head, exists = tile_of(round, num_tiles, H)
@@ -299,7 +308,7 @@ def _consume(
 def prefill_kernel(
     query, keys, values, value, output, parts, part_logs, tables, starts, contexts, plan,
     query_stride, query_head_stride, output_stride, output_head_stride, block_rows, head_rows,
-    num_tiles: gl.int32, num_rounds: gl.int32, num_queries: gl.int32, table_stride: gl.int32, num_sequences: gl.int32,
+    num_tiles: gl.int32, num_rounds: gl.int32, table_stride: gl.int32, num_sequences: gl.int32,
     scale: gl.float32,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, ROW: gl.constexpr, WORDS: gl.constexpr,
     GROUPS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, PIN: gl.constexpr,
@@ -329,6 +338,8 @@ def prefill_kernel(
         for which in gl.static_range(GROUPS):
             mbarrier.init(turns.index(which), count=1)
     fence_async_shared()
+    if PLANNED:
+        gdc_launch_dependents()
     factor = scale * _LOG2_E
     BM: gl.constexpr = 64 * GROUPS
     if GROUPS == 2:  # registers of 128 threads: 504 in all, or 512
@@ -337,14 +348,12 @@ def prefill_kernel(
                 (_consume, (
                     query, output, parts, part_logs, query_tiles, key_tiles, value_tiles, key_full, key_empty,
                     value_full, value_empty, turns, starts, contexts, plan, num_sequences, num_tiles, num_rounds,
-                    num_queries,
                     query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(0),
                     H, G, D, BM, BN, STAGES, TURNS, PIN, PLANNED,
                 )),
                 (_consume, (
                     query, output, parts, part_logs, query_tiles, key_tiles, value_tiles, key_full, key_empty,
                     value_full, value_empty, turns, starts, contexts, plan, num_sequences, num_tiles, num_rounds,
-                    num_queries,
                     query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(1),
                     H, G, D, BM, BN, STAGES, TURNS, PIN, PLANNED,
                 )),
@@ -363,21 +372,18 @@ def prefill_kernel(
                 (_consume, (
                     query, output, parts, part_logs, query_tiles, key_tiles, value_tiles, key_full, key_empty,
                     value_full, value_empty, turns, starts, contexts, plan, num_sequences, num_tiles, num_rounds,
-                    num_queries,
                     query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(0),
                     H, G, D, BM, BN, STAGES, TURNS, PIN, PLANNED,
                 )),
                 (_consume, (
                     query, output, parts, part_logs, query_tiles, key_tiles, value_tiles, key_full, key_empty,
                     value_full, value_empty, turns, starts, contexts, plan, num_sequences, num_tiles, num_rounds,
-                    num_queries,
                     query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(1),
                     H, G, D, BM, BN, STAGES, TURNS, PIN, PLANNED,
                 )),
                 (_consume, (
                     query, output, parts, part_logs, query_tiles, key_tiles, value_tiles, key_full, key_empty,
                     value_full, value_empty, turns, starts, contexts, plan, num_sequences, num_tiles, num_rounds,
-                    num_queries,
                     query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(2),
                     H, G, D, BM, BN, STAGES, TURNS, PIN, PLANNED,
                 )),

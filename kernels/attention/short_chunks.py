@@ -20,8 +20,9 @@ from baton.kernels.arguments import require
 from baton.kernels.attention import decode_plan as attention_plan
 from baton.kernels.attention import decode_plan as attention_split_kv
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
+from baton.kernels.attention import row_tile_plan_triton
 from baton.kernels.attention import split_kv_triton as attention_split_kv_triton
-from baton.kernels.attention.decode_plan import PlanOptions, SplitKVPlans
+from baton.kernels.attention.decode_plan import PlanOptions, SplitKVPlans, TileDivision
 from baton.kernels.attention.decode_triton import STRIDE_UNIT
 
 NAME = "attention_prefill_shares"  # in the tuned table
@@ -94,20 +95,28 @@ def attend(
     on_hopper = _is_for_hopper(row) and hopper.fits(query_TAD, key_NHSD, value_NHSD)
     is_possible = options is None or on_hopper or not _is_for_hopper(options)
     require(is_possible, "options", "are of the form for Hopper, which cannot take these tensors here")
-    how = None if on_hopper else _options(max_query_len * group, head_dim, key_NHSD, row)
-    tile_rows, tile = (hopper.ROWS * row["GROUPS"], row["BN"]) if how is None else (how.rows, how.tile)
+    max_context_len = block_tables_BM.shape[1] * block_size
+    if on_hopper:
+        tile_rows, tile = hopper.ROWS * row["GROUPS"], row["BN"]
+        num_slots = row_tile_plan_triton.num_slots_of(
+            num_multiprocessors=row["slots"], num_kv_heads=num_kv_heads, num_tokens=query_TAD.shape[0],
+            num_sequences=block_tables_BM.shape[0], group=group, tile_rows=tile_rows, max_query_len=max_query_len,
+        )  # fmt: skip
+        tiles = TileDivision(
+            tile=tile, tile_rows=tile_rows, group=group, num_slots=num_slots, max_context_len=max_context_len
+        )
+        return hopper.launch_divided(
+            query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B,
+            plans.find(context_lens_B, query_starts_E, tiles), max_query_len=max_query_len, scale=scale, options=row,
+        )  # fmt: skip
+    how = _options(max_query_len * group, head_dim, key_NHSD, row)
     wanted = attention_split_kv.division(
-        slots=row["slots"] if how is None else how.slots,
-        num_programs=num_kv_heads * -(-max_query_len * group // tile_rows),
-        tile=tile,
-        max_context_len=block_tables_BM.shape[1] * block_size,
+        slots=how.slots,
+        num_programs=num_kv_heads * -(-max_query_len * group // how.rows),
+        tile=how.tile,
+        max_context_len=max_context_len,
     )
     plan = plans.find(context_lens_B, query_starts_E, wanted)
-    if how is None:
-        return hopper.launch_shares(
-            query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, plan,
-            num_queries=max_query_len, scale=scale, num_shares=wanted.num_shares, options=row,
-        )  # fmt: skip
     return attention_split_kv_triton.launch(
         query_TAD, key_NHSD, value_NHSD, block_tables_BM, None, query_starts_E, key_scale, value_scale, plan,
         num_queries=max_query_len, scale=scale, num_shares=wanted.num_shares, how=how,

@@ -267,7 +267,9 @@ def merge(
 ) -> None:
     """Add the pieces of every row up, those of sequences of one piece left as they are."""
     num_heads, head_dim = out.shape[-2:]
-    step, num_warps = merge_shape(num_shares, head_dim, fixed_len=False)
+    # Of chunks, whose rows are many, as few parts at once as one of mean length has: programs of one warp are quicker.
+    num_parts = num_shares if starts_E is None else num_shares // num_sequences + 1
+    step, num_warps = merge_shape(num_parts, head_dim, fixed_len=False)
     with torch.cuda.device_of(out):
         merge_share_kernel[(num_queries * num_heads, num_sequences)](
             parts, part_logs, plan if starts_E is None else starts_E, plan, out, num_heads,

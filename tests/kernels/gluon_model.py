@@ -20,7 +20,7 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -256,6 +256,7 @@ class Machine:
         self.waiting = [None] * len(partitions)
         self.traces = [[] for _ in partitions]
         self.issued = [[] for _ in partitions]
+        self.strewn, self.groups = [[] for _ in partitions], [[] for _ in partitions]
         self.failed, done, errors = False, [False] * len(partitions), []
 
         def run(which, function, arguments):
@@ -337,9 +338,21 @@ class Machine:
         self.copies.append((piece, lambda: box.part(row, column), barrier))
 
     def copy_plainly(self, piece, pointer, mask=None):
-        """An asynchronous copy that is in no group."""
+        """An asynchronous copy by threads, of the group that is committed next; zeros where there is nothing."""
         self.step(("strew", piece.span))
-        self.copies.append((piece, lambda: self.load(pointer, mask, 0.0), None))
+        self.strewn[self.current].append((piece, lambda: self.load(pointer, mask, 0.0), None))
+        self.copies.append(self.strewn[self.current][-1])
+
+    def commit(self):
+        self.step(("commit",))
+        self.groups[self.current].append(self.strewn[self.current])
+        self.strewn[self.current] = []
+
+    def collect(self, outstanding):
+        """Wait for all groups of this partition but the last `outstanding`."""
+        groups = self.groups[self.current]
+        over = [id(copy) for group in groups[: len(groups) - outstanding] for copy in group]
+        self.step(("collect", outstanding), lambda: not any(id(copy) in over for copy in self.copies))
 
     def multiply(self, left, right, before, use_acc=True, is_async=False):
         assert is_async
@@ -412,8 +425,9 @@ class Machine:
             ),
             "tma": SimpleNamespace(async_copy_global_to_shared=self.copy),
             "async_copy": SimpleNamespace(
-                async_copy_global_to_shared=self.copy_plainly, wait_group=lambda _outstanding: None
+                async_copy_global_to_shared=self.copy_plainly, commit_group=self.commit, wait_group=self.collect
             ),
+            "gdc_launch_dependents": lambda: None,
             "fence_async_shared": lambda: self.step(("fence",)),
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish,
             "_to": _to,
@@ -548,6 +562,7 @@ class _Order:
         self.uses, self.waits = [], []
         self.reads = [[] for _ in traces]  # of matmuls that were not waited for
         self.fences = [[] for _ in traces]
+        self.strewn, self.groups = [[] for _ in traces], [[] for _ in traces]  # ends of copies by threads
 
     def left_over(self):
         return [trace[at] for trace, at in zip(self.traces, self.at, strict=True) if at < len(trace)]
@@ -567,7 +582,7 @@ class _Order:
             raise Race(f"{first} and {then}")
         if first.by_threads and first.writes and not then.by_threads:
             fences = self.fences[first.begin[0]]
-            if not any(self.surely(first.begin, fence) and self.surely(fence, then.begin) for fence in fences):
+            if not any(self.surely(first.end, fence) and self.surely(fence, then.begin) for fence in fences):
                 raise Race(f"{first} and {then}, and no fence between")
 
     def happen(self, node, known):
@@ -588,6 +603,10 @@ class _Order:
                 for end in ends:
                     known |= self.known[end]
             self.waits.append((node, what[1], what[3]))
+        elif what[0] == "collect":
+            groups = self.groups[who]
+            for end in chain.from_iterable(groups[: len(groups) - what[1]]):
+                known |= self.known[end]
         self.last[who] = self.happen(node, known)
         self.at[who] += 1
         if what[0] in ("arrive", "copy"):
@@ -600,8 +619,14 @@ class _Order:
             self.uses += [_Use(span, begin, node, False, False) for spans, begin in over for span in spans]
         elif what[0] in ("read", "write"):
             self.uses.append(_Use(what[1], node, node, what[0] == "write", True))
-        elif what[0] == "strew":  # it ends some time
-            self.uses.append(_Use(what[1], node, (*node, "end"), True, True))
+        elif what[0] == "strew":
+            end = (*node, "end")
+            self.happen(end, self.known[node])
+            self.strewn[who].append(end)
+            self.uses.append(_Use(what[1], node, end, True, True))
+        elif what[0] == "commit":
+            self.groups[who].append(self.strewn[who])
+            self.strewn[who] = []
         elif what[0] == "fence":
             self.fences[who].append(node)
         return True
