@@ -11,6 +11,7 @@ Legend: B sequences, K draft tokens, Q = K + 1 rows, F prompts that end, V vocab
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,9 +116,9 @@ def warm_up_prefill_passes(model: Model, pool: KVPool, reach: Reach) -> None:
     shapes.append((end - num_rows, (num_rows,), -(-end // block_size)))
     with model.one_of_each_layer():
         for start, lens, width in shapes:
-            _prefill_pass(model, pool, start, lens, width)
-        with in_every_form():
-            _prefill_pass(model, pool, 0, (1,), 1)
+            # More tokens are not divided otherwise, and parts of positions would take much memory.
+            with in_every_form() if sum(lens) <= _MAX_CHUNKS_TOKENS else nullcontext():
+                _prefill_pass(model, pool, start, lens, width)
 
 
 def _prefill_pass(model: Model, pool: KVPool, start: int, lens: tuple[int, ...], width: int) -> None:

@@ -111,7 +111,7 @@ def merge_row_tiles_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs of a KV head times steps of ROWS rows of a tile, KV heads): those of a chunk's first part sum up."""
+    """Grid (programs of a KV head times steps of ROWS rows of a tile, KV heads); a chunk's first part's sum up."""
     slot, row_step, head = tl.program_id(0) // num_row_steps, tl.program_id(0) % num_row_steps, tl.program_id(1)
     entry = plan + slot * _ENTRY_LEN
     sequence, low, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
@@ -257,7 +257,7 @@ def variants() -> list[Variant]:
                     "ROWS": rows,
                     "PARTS": step,
                     "PDL": False,
-                },  # fmt: skip
+                },
                 aligned=("parts", "part_logs", "out", "plan", "out_stride", "out_head_stride"),
                 num_warps=num_warps,
                 max_registers=168,

@@ -609,6 +609,11 @@ class _Order:
                 known |= self.known[end]
         self.last[who] = self.happen(node, known)
         self.at[who] += 1
+        self.note(who, node, what)
+        return True
+
+    def note(self, who, node, what):
+        """What a step that was taken begins, ends and uses."""
         if what[0] in ("arrive", "copy"):
             self.complete(node, what)
         elif what[0] == "issue":
@@ -629,7 +634,6 @@ class _Order:
             self.strewn[who] = []
         elif what[0] == "fence":
             self.fences[who].append(node)
-        return True
 
     def complete(self, node, what):
         """A part of a phase of a barrier: an arrival, or the end of copies."""

@@ -13,6 +13,7 @@ from baton.kernels.attention import prefill_plan
 from baton.kernels.attention import short_chunks as attention_short_chunks
 from baton.kernels.attention import split_kv_plan_triton as attention_split_kv_plan_triton
 from baton.kernels.attention.decode_plan import SplitKVPlans, rows_of_program
+from baton.kernels.attention.row_tile_plan_triton import ENTRY_LEN
 from baton.kernels.attention.split_kv_plan_triton import PIECE_LEN, begins_at, most_pieces
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
@@ -324,7 +325,7 @@ def test_what_is_chosen_for_hopper_divides_positions_there_alone(monkeypatch):
     asked = []
     hopper = attention_short_chunks.attention_prefill_hopper_triton
     monkeypatch.setattr(hopper, "fits", lambda *_: True)
-    monkeypatch.setattr(hopper, "launch_shares", lambda *places, **others: asked.append((places, others)))
+    monkeypatch.setattr(hopper, "launch_divided", lambda *places, **others: asked.append((places, others)))
     monkeypatch.setattr(hopper, "launch", lambda *places, **others: asked.append((places, others)))
     chosen, choices = [], []
     monkeypatch.setattr(prefill_plan, "choose", lambda *those, **others: chosen.append((those, others)) or choices[-1])
@@ -342,10 +343,9 @@ def test_what_is_chosen_for_hopper_divides_positions_there_alone(monkeypatch):
         )
     }  # fmt: skip
     (places, others) = asked[0]
-    assert (others["num_queries"], others["num_shares"], others["options"]) == (3, 66, WARP_SPECIALIZED)
-    positions = [-(-length // WARP_SPECIALIZED["BN"]) for length in sequences.contexts]
-    assert places[-1][66].item() == sum(positions)  # pieces
-    assert ["num_shares" in others for _, others in asked] == [True, True, False, False]
+    assert (others["max_query_len"], others["options"]) == (3, WARP_SPECIALIZED)
+    assert len(places[-1]) == 66 * ENTRY_LEN  # programs of a KV head
+    assert ["max_query_len" in others for _, others in asked] == [True, True, False, False]
 
 
 def dequantized(sequences, scales, index_dtype=torch.int64):
