@@ -263,11 +263,11 @@ def _form(places: _Places, kind: _Kind, max_query_len: int, invariant: bool, opt
     if _is_short(query_TAD, key_NHSD, block_tables_BM, kind, max_query_len, invariant, options):
         return _How(_Form.SHORT, options)
     is_long = max_query_len >= kv_dequantize.MIN_QUERY_LEN
-    widens = options is None and not invariant and is_long and _may_widen(places, kind)
+    widens = options is None and not invariant and is_long and _may_dequantize(places, kind)
     return _How(_Form.DEQUANTIZED if widens else _Form.AS_IT_IS, options)
 
 
-def _may_widen(places: _Places, kind: _Kind) -> bool:
+def _may_dequantize(places: _Places, kind: _Kind) -> bool:
     """Return whether float8 KV can be dequantized first, and takes little enough memory."""
     num_bytes = kv_dequantize.num_bytes(places[3], places[1], places[0].dtype) if kind.can_dequantize else 0
     return kind.can_dequantize and num_bytes <= kv_dequantize.MAX_BYTES
@@ -275,7 +275,7 @@ def _may_widen(places: _Places, kind: _Kind) -> bool:
 
 def _chosen_by_time(places: _Places, kind: _Kind) -> Iterator[_How]:
     """All that `_form` and `_find_options` may choose by a model of times, for such heads and KV."""
-    if not kind.on_hopper and not _may_widen(places, kind):
+    if not kind.on_hopper and not _may_dequantize(places, kind):
         return
     num_multiprocessors = attention_prefill_hopper_triton.num_multiprocessors(places[0].device.index)
     may_divide = kind.on_hopper and kind.can_divide

@@ -6,7 +6,7 @@ A program takes one step after another, of so many positions, and there is one p
 time follows from the steps of the busiest multiprocessor and from the rounds of programs. The host knows bounds only:
 the rows of all chunks, their number, the longest one, and the most positions.
 
-The constants were fitted to 96 drawn shapes on an H200 (`benchmarks/results/attention-prefill-h200.json`), KV in
+The constants were fitted to 141 drawn shapes on an H200 (`benchmarks/results/attention-prefill-h200.json`), KV in
 bfloat16. What is chosen takes 1.02 of the time of the best form there, on average.
 
 Legend: as in `kernels.attention.prefill`.
@@ -20,11 +20,12 @@ from typing import Any
 
 from baton.kernels.attention.decode_plan import rows_of_program
 from baton.kernels.attention.prefill_triton import rule
+from baton.kernels.attention.row_tile_plan_triton import num_slots_of
 
 _FEW_ROWS, _FEW_POSITIONS = 256, 512  # up to both, a kernel without warpgroups is quickest; to divide takes more
 _PREFIX = 0.6  # mean prefix of several chunks, over the longest one's
+_OTHERS_PREFIX = 0.4  # the same without the longest one
 _UNEVEN = 0.4  # what is left idle at the end by programs of unequal lengths, in steps of a mean one
-_UNKNOWN = 1.15  # how much quicker division must seem where the lengths of several sequences are not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +71,27 @@ class _Walk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Division:
-    """A form that divides positions: positions of a step, and its time in us."""
+class _Parts:
+    """A form whose programs have one part of a tile of 128 rows each: its time in us.
+
+    Attributes:
+        keys: positions of a step.
+        start_us: of the launches.
+        step_us: of a step.
+        rows_us: of writing a part's rows and reading them again, of a full tile.
+        part_us: of one part more in a row's sum.
+    """
+
+    keys: int
+    start_us: float
+    step_us: float
+    rows_us: float
+    part_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """A form that divides positions into equal shares of programs: positions of a step, and its time in us."""
 
     keys: int
     start_us: float
@@ -80,13 +100,17 @@ class _Division:
 
 # By head size.
 _TWO_GROUPS = {
-    64: _Walk(128, 128, 4.5, 1.36, 0.7),
-    128: _Walk(128, 128, 1.3, 1.63, 6.6),
-    256: _Walk(128, 64, 3.5, 1.53, 5.6),
+    64: _Walk(128, 128, 4.3, 1.33, 0.9),
+    128: _Walk(128, 128, 2.9, 1.57, 4.9),
+    256: _Walk(128, 64, 1.9, 1.47, 7.2),
 }
-_THREE_GROUPS = _Walk(192, 64, -0.7, 1.2, 8.6)  # of heads of 128 alone
-_DIVIDED = {64: _Division(128, 7.0, 2.1), 128: _Division(128, 13.5, 1.94), 256: _Division(64, 15.0, 2.0)}
-_DECODE_LOOPS = {64: _Division(64, 6.0, 1.2), 128: _Division(64, 10.0, 1.5), 256: _Division(64, 10.5, 2.9)}
+_THREE_GROUPS = _Walk(192, 64, 1.8, 1.2, 6.6)  # of heads of 128 alone
+_DIVIDED = {
+    64: _Parts(128, 0.0, 1.76, 5.7, 0.52),
+    128: _Parts(128, 5.9, 1.94, 7.1, 0.34),
+    256: _Parts(64, 6.5, 2.39, 9.5, 0.45),
+}
+_DECODE_LOOPS = {64: _Shares(64, 7.4, 0.9), 128: _Shares(64, 8.0, 1.66), 256: _Shares(64, 11.6, 2.49)}
 
 
 def choose(chunks: Chunks, num_multiprocessors: int, *, may_divide: bool) -> Mapping[str, Any]:
@@ -105,12 +129,10 @@ def choose(chunks: Chunks, num_multiprocessors: int, *, may_divide: bool) -> Map
     if chunks.head_dim == 128:
         forms.append((_walking_us(_THREE_GROUPS, chunks, num_multiprocessors), _groups(chunks.head_dim, 3)))
     if may_divide and chunks.max_context_len > _FEW_POSITIONS:
-        margin = _UNKNOWN if chunks.num_sequences > 1 else 1.0
-        divided_us = _divided_us(_DIVIDED[chunks.head_dim], chunks, two.rows, num_multiprocessors)
-        forms.append((margin * divided_us, _groups_divided(chunks.head_dim, num_multiprocessors)))
+        divided_us = _parts_us(_DIVIDED[chunks.head_dim], chunks, two.rows, num_multiprocessors)
+        forms.append((divided_us, _groups_divided(chunks.head_dim, num_multiprocessors)))
         loops = _decode_loops(longest_rows, chunks.head_dim, num_multiprocessors)
-        loops_us = _divided_us(_DECODE_LOOPS[chunks.head_dim], chunks, loops["rows"], loops["slots"])
-        forms.append((margin * loops_us, loops))
+        forms.append((_shares_us(_DECODE_LOOPS[chunks.head_dim], chunks, loops["rows"], loops["slots"]), loops))
     return min(forms, key=itemgetter(0))[1]
 
 
@@ -184,7 +206,28 @@ def _walking_us(form: _Walk, chunks: Chunks, num_multiprocessors: int) -> float:
     return form.start_us + form.step_us * steps + form.round_us * (rounds + max(1, math.ceil(rounds))) / 2
 
 
-def _divided_us(form: _Division, chunks: Chunks, rows: int, slots: int) -> float:
+def _parts_us(form: _Parts, chunks: Chunks, rows: int, num_multiprocessors: int) -> float:
+    """Time of programs of a part of a tile each, as `row_tile_plan_triton` plans them."""
+    num_others = chunks.num_sequences - 1
+    num_slots = num_slots_of(
+        num_multiprocessors=num_multiprocessors, num_kv_heads=chunks.num_kv_heads, num_tokens=chunks.num_rows,
+        num_sequences=chunks.num_sequences, group=chunks.group, tile_rows=rows, max_query_len=chunks.longest,
+    )  # fmt: skip
+    most_steps = math.ceil(chunks.max_context_len / form.keys)
+    num_steps: float = -(-chunks.longest * chunks.group // rows) * most_steps
+    if num_others:
+        mean_rows = (chunks.num_rows - chunks.longest) / num_others
+        mean_tiles = max(1, math.ceil(mean_rows * chunks.group / rows))
+        prefix = _OTHERS_PREFIX * (chunks.max_context_len - chunks.longest)
+        num_steps += num_others * mean_tiles * ((prefix + mean_rows) / form.keys + 0.5)
+    each = max(1, math.ceil(num_steps / num_slots))
+    rounds = math.ceil(num_slots * chunks.num_kv_heads / num_multiprocessors)
+    share_of_tile = min(chunks.longest * chunks.group, rows) / rows
+    sums_us = form.rows_us * share_of_tile + form.part_us * most_steps / each
+    return form.start_us + form.step_us * each * rounds + sums_us
+
+
+def _shares_us(form: _Shares, chunks: Chunks, rows: int, slots: int) -> float:
     """Time of programs of a share of the positions, for one tile of rows each."""
     num_programs = chunks.num_kv_heads * -(-chunks.longest * chunks.group // rows)
     num_shares = max(1, slots // num_programs)
