@@ -50,7 +50,8 @@ class Tokenizer:
     def from_directory(cls, directory: Path) -> "Tokenizer":
         """Load `tokenizer.json` and the EOS tokens.
 
-        EOS tokens are those of `generation_config.json` or `config.json`, and the tokenizer's own.
+        EOS tokens are those of `generation_config.json` or `config.json`, and the tokenizer's own, as far as the model
+        has them: files say -1 for none, and `min_tokens` would write beyond the logits for an id beyond the vocabulary.
         """
         path = directory / "tokenizer.json"
         if not path.is_file():
@@ -67,8 +68,7 @@ class Tokenizer:
         add_tokens(fast, directory, vocab_size)
         _add_bos(fast, directory)
         own = fast.token_to_id(special_tokens(directory).get("eos_token", ""))
-        own = None if own is None or (vocab_size is not None and own >= vocab_size) else own
-        return cls(fast, _with_own_ends(fast, _eos_token_ids(directory), own))
+        return cls(fast, _of_model(_with_own_ends(fast, _eos_token_ids(directory), own), vocab_size))
 
     @classmethod
     def byte_level(cls, directory: Path, vocab_size: int) -> "Tokenizer":
@@ -86,7 +86,7 @@ class Tokenizer:
         fast = _FastTokenizer(models.BPE(vocab=vocab, merges=[]))
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         fast.decoder = decoders.ByteLevel()
-        return cls(fast, _eos_token_ids(directory))
+        return cls(fast, _of_model(_eos_token_ids(directory), vocab_size))
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`. Special tokens spelled in the text are read as special tokens.
@@ -300,6 +300,11 @@ def _eos_token_ids(directory: Path) -> tuple[int, ...]:
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ModelFileDamaged(f"{path} holds no usable eos_token_id: {error}", path=str(path)) from error
     return ()
+
+
+def _of_model(token_ids: tuple[int, ...], vocab_size: int | None) -> tuple[int, ...]:
+    """Those of the ids that the model has; without a known size, all that are not negative."""
+    return tuple(one for one in token_ids if one >= 0 and (vocab_size is None or one < vocab_size))
 
 
 def _with_own_ends(fast: _FastTokenizer, eos_token_ids: tuple[int, ...], own: int | None) -> tuple[int, ...]:

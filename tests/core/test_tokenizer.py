@@ -120,6 +120,17 @@ def test_truncation_and_padding_that_a_tokenizer_stores_are_not_applied(tmp_path
                 assert tokenizer.encode(text, add_special_tokens=adds) == plain.encode(text)
 
 
+@pytest.mark.parametrize("name", ["config", "generation_config"])
+def test_ends_that_the_model_has_no_token_for_are_left_out(tmp_path, name):
+    def eos(value, **config):
+        write(tmp_path, **({"config": config} | {name: config | {"eos_token_id": value}}))
+        return Tokenizer.from_directory(tmp_path).eos_token_ids, Tokenizer.byte_level(tmp_path, 300).eos_token_ids
+
+    assert eos(-1, vocab_size=300) == ((), ()), "as files say it where there is none"
+    assert eos([299, 300, 7, -5], vocab_size=300) == ((299, 7), (299, 7))
+    assert eos([2**40, -1]) == ((2**40,), ()), "of a size that is not known"
+
+
 @pytest.mark.parametrize("bad", ["", "[]", "3", '{"eos_token_id": ["x"]}', '{"eos_token_id": {}}'])
 def test_damaged_files_are_named(tmp_path, bad):
     with pytest.raises(ModelFileDamaged, match=r"config\.json"):
