@@ -385,7 +385,7 @@ def _judge_tokenizer(config: ServeConfig, model: ModelDirectory) -> str | None:
         return None
     if Tokenizer.from_directory(model.path).eos_token_ids:
         return None
-    return "no file names an EOS token that the model has: answers end at max_tokens, stop strings and stop_token_ids alone"
+    return "no file names an EOS token of the model: answers end at max_tokens, stop strings and stop_token_ids alone"
 
 
 def _judge_kernels(sizes: "ModelConfig", numerics: Numerics) -> str | None:

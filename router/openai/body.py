@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -19,6 +19,7 @@ GRAMMAR_FIELDS = frozenset(
     "guided_json guided_regex guided_choice guided_grammar structured_outputs regex ebnf grammar".split()
 )
 MAX_SHOWN_LEN = 300
+_PLAIN: Final = {"content-encoding": ("identity",), "transfer-encoding": ("chunked",)}  # that leave a body as it is
 
 
 async def read_bytes(request: Request, check: Callable[[int], None], timeout_s: float) -> bytes:
@@ -30,13 +31,18 @@ async def read_bytes(request: Request, check: Callable[[int], None], timeout_s: 
         timeout_s: time within which the whole body must arrive.
 
     Raises:
-        HttpRefusal: the content type is not JSON, or the body arrives too slowly.
+        HttpRefusal: the body is not JSON or is compressed, or it arrives too slowly.
         RequestCancelled: the client disconnected before it had sent the whole body.
         BatonError: raised by `check`.
     """
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise HttpRefusal(415, f"the body is {content_type[:80]!r}; send application/json", "unsupported_media_type")
+    for name, plain in _PLAIN.items():
+        codings = request.headers.get(name, "").lower().replace(",", " ").split()
+        if other := next((coding for coding in codings if coding not in plain), None):
+            message = f"{name} {other[:80]!r} is not supported: send the body uncompressed"
+            raise HttpRefusal(415, message, "unsupported_media_type")
     said = request.headers.get("content-length", "")
     if said.isdecimal():
         check(int(said[:19]))

@@ -237,8 +237,7 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         self._stop_lingering()
         if self._answered is not None and not self._answered.response_complete:
-            self._answered.disconnected = True
-            self._answered.message_event.set()
+            self._end_cycle(self._answered)
         self._all.drop(self)
         super().connection_lost(exc)
 
@@ -404,11 +403,18 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, refusal: HttpRefusal) -> None:
         self._stop_timer()
-        if self._is_replying:  # to an earlier request, into whose reply this one would go
-            self.end()
-            return
+        if self._is_replying:
+            if self._is_in_head or self.pipeline or self.cycle.response_started:
+                self.end()  # this refusal would go into the reply to an earlier request, or into one that has begun
+                return
+            self._end_cycle(self.cycle)
         self.transport.write(error_bytes(refusal))
         self._linger()
+
+    def _end_cycle(self, cycle: RequestResponseCycle) -> None:
+        """Let the application see the client gone; what it still replies is dropped."""
+        cycle.disconnected = True
+        cycle.message_event.set()
 
     def _linger(self) -> None:
         """Drop what arrives until the client closes.

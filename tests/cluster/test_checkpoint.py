@@ -360,7 +360,7 @@ def test_a_stored_head_that_is_not_the_embedding_is_noted_and_weighed(tmp_path):
 
 def test_a_model_whose_answers_nothing_ends_is_noted(tmp_path):
     path = write_model(tmp_path / "m")
-    assert any("no file names an EOS token that the model has" in note for note in judged(path).notes)
+    assert any("no file names an EOS token of the model" in note for note in judged(path).notes)
     (path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     assert not any("EOS" in note for note in judged(path).notes)
     (path / "tokenizer_config.json").unlink()

@@ -336,6 +336,54 @@ async def test_what_is_no_http_is_said_in_json_and_logged_no_more_often_than_eve
         assert [record.name for record in caplog.records] == [connection.__name__]
 
 
+@pytest.mark.parametrize("rest", [b"zz\r\n", b"f" * 20 + b"\r\n", b"2\r\nokXX", b"2\r\nok\r\n-1\r\n"])
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_body_that_is_no_http_is_refused_in_words(rest, at_once):
+    seen, gone = asyncio.Event(), asyncio.Event()
+
+    async def reads(scope, receive, send):
+        seen.set()
+        while (message := await receive())["type"] != "http.disconnect":
+            assert message.get("more_body")
+        await early(scope, receive, send)  # must not follow the refusal
+        gone.set()
+
+    async with listening(reads) as (dial, connections):
+        head = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+        reader, writer = await dial(head + rest if at_once else head)
+        if not at_once:
+            await seen.wait()
+            writer.write(rest)
+        said, body = (await ended(reader)).split(b"\r\n\r\n", 1)
+        assert said.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["code"] == "invalid_http"
+        async with asyncio.timeout(5):  # and not with the connection
+            await gone.wait()
+        writer.close()
+        async with asyncio.timeout(20):
+            while connections._open:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_body_that_is_no_http_behind_its_reply_or_another_request_adds_nothing():
+    head = b"POST /slow HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    begun = asyncio.Event()
+
+    async def begins(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with listening() as (dial, _):
+        reader, _ = await dial(b"GET /slow HTTP/1.1\r\n\r\n" + head + b"zz\r\n")
+        assert await ended(reader) == b""
+    async with listening(begins) as (dial, _):
+        reader, writer = await dial(head)
+        await begun.wait()
+        writer.write(b"zz\r\n")
+        assert b" 400 " not in await ended(reader)
+
+
 async def test_an_upgrade_is_answered_without_it(caplog):
     async with listening() as (dial, _):
         for name in (b"h2c", b"websocket"):

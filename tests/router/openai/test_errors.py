@@ -253,6 +253,25 @@ async def test_other_paths_methods_and_bodies():
             assert (status, "x-request-id" in fields) == (400, False)
 
 
+@pytest.mark.parametrize("path", [FAR, "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize"])
+async def test_a_compressed_body_is_refused_by_the_name_of_its_coding(path):
+    async with served() as (running, _):
+        for header, coding in (
+            ("Content-Encoding: gzip", "gzip"),
+            ("Content-Encoding: identity, ZSTD", "zstd"),
+            ("Transfer-Encoding: gzip, chunked", "gzip"),
+        ):
+            body = b"0\r\n\r\n" if "chunked" in header else b"\x1f\x8b"
+            head = [f"POST {path} HTTP/1.1", "Content-Type: application/json", header]
+            status, _, reply = await raw(running.url, head, body, is_partial="chunked" in header)
+            assert status == 415, (path, header)
+            name = header.partition(":")[0].lower()
+            want = f"{name} {coding!r} is not supported: send the body uncompressed"
+            assert json.loads(reply)["error"]["message"] == want
+        status, _, _ = await post(running.url, "/tokenize", {"prompt": "a"}, "Content-Encoding: identity")
+        assert status == 200
+
+
 @pytest.mark.long
 async def test_openais_client_raises_its_own_errors_and_tries_again_where_that_helps():
     async with served(max_queue_len=1) as (running, client):
