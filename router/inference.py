@@ -29,7 +29,7 @@ from baton.core.requests.answer_structure import MAX_GRAMMAR_BYTES
 from baton.core.requests.answer_text import AnswerText
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES, SamplingParams
-from baton.core.requests.validate import RequestLimits, require_room, validate_request
+from baton.core.requests.validate import RequestLimits, readable_end, validate_request
 from baton.core.telemetry.logs import shown
 from baton.core.telemetry.span import INCOMING, Tracer, from_metadata
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
@@ -478,10 +478,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             case "text":
                 return await self._encode(asked)
             case "token_ids":
-                if asked.HasField("truncate_prompt_tokens"):
-                    return asked.token_ids.ids[-limits.max_model_len :]  # the model reads no more
-                require_room(len(asked.token_ids.ids), limits.max_model_len)
-                return tuple(asked.token_ids.ids)
+                num_kept = asked.truncate_prompt_tokens if asked.HasField("truncate_prompt_tokens") else None
+                return tuple(readable_end(asked.token_ids.ids, num_kept, limits.max_model_len))
         raise EmptyPrompt("the request holds neither a text nor token ids")
 
     async def _encode(self, asked: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> list[int]:

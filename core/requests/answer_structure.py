@@ -5,6 +5,7 @@ turns it into a grammar (`engine.grammar.text`). Its JSON form is part of the gR
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -278,7 +279,9 @@ def check_grammar(kind: str, text: str) -> None:
 
 def _check_schema(text: str) -> None:
     try:
-        schema: Any = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_small_object)
+        schema: Any = json.loads(
+            text, parse_constant=_no_constant, parse_int=_integer, parse_float=_finite, object_pairs_hook=_small_object
+        )
     except (ValueError, RecursionError) as error:
         raise InvalidGrammar(f"json_schema: {error}"[:300], kind="json_schema") from error
     _require_valid(isinstance(schema, dict | bool), "json_schema", "is neither an object nor a boolean")
@@ -304,6 +307,18 @@ def _check_structure(structure: AnswerStructure) -> None:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _integer(digits: str) -> int:
+    _finite(digits)
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:40]} is beyond the range of numbers")
+    return number
 
 
 def _small_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

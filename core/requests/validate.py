@@ -106,6 +106,22 @@ def require_room(prompt_len: int, max_model_len: int) -> None:
     _require_prompt(prompt_len, max_model_len - 1, f"{_CONTEXT.format(max_model_len)}, with the answer")
 
 
+def readable_end(token_ids: Sequence[int], num_kept: int | None, max_model_len: int) -> Sequence[int]:
+    """Return as much of a prompt's end as the model can read, so that no more is copied or checked.
+
+    Args:
+        token_ids: the whole prompt.
+        num_kept: `truncate_prompt_tokens`; None keeps the whole prompt, and what is not positive is judged later.
+        max_model_len: positions of prompt and output together.
+
+    Raises:
+        PromptTooLong: what is kept of the prompt leaves no room for an answer.
+    """
+    if num_kept is None or num_kept > 0:
+        require_room(len(token_ids) if num_kept is None else min(len(token_ids), num_kept), max_model_len)
+    return token_ids[-max_model_len:]
+
+
 # litellm and agents learn from these words that a shorter prompt would be served: "prompt is too long", "this model's
 # maximum context length is 3 tokens", and "exceed context limit: 1 + 2 > 3", of which they compute `max_tokens`.
 _CONTEXT: Final = "this model's maximum context length is {} tokens"

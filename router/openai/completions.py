@@ -9,7 +9,7 @@ from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidRequest, I
 from baton.core.requests.request import GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES
 from baton.core.requests.tokenizer import TokenStream
-from baton.core.requests.validate import require_room
+from baton.core.requests.validate import readable_end
 from baton.proto import inference_pb2, wire
 from baton.router.access.message_limits import check_num_answers
 from baton.router.openai.front import Forms, Front
@@ -298,12 +298,8 @@ def _request(prompt: Prompt, asked: CompletionRequest, job: ReadingJob) -> infer
     if isinstance(prompt, str):
         request.text = prompt
         return request
-    if asked.truncate_prompt_tokens is not None:
-        prompt = prompt[-job.max_model_len :]  # the model reads no more
-    else:
-        require_room(len(prompt), job.max_model_len)
     try:
-        request.token_ids.ids.extend(prompt)
+        request.token_ids.ids.extend(readable_end(prompt, asked.truncate_prompt_tokens, job.max_model_len))
     except ValueError as error:
         raise InvalidRequest(f"prompt: a token id is out of range: {error}", field="prompt") from error
     request.token_ids.SetInParent()

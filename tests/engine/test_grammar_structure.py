@@ -482,6 +482,28 @@ def test_what_grows_when_it_is_written_out_is_refused(kind, text):
         library_text(kind, text)
 
 
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        ("9" * 309, f"json_schema: {'9' * 40} is beyond the range of numbers"),
+        ("-" + "9" * 5000, f"json_schema: -{'9' * 39} is beyond the range of numbers"),
+        ("1e999", "json_schema: 1e999 is beyond the range of numbers"),
+        ("-1.5E400", "json_schema: -1.5E400 is beyond the range of numbers"),
+        ("Infinity", "json_schema: Infinity is no JSON number"),
+    ],
+)
+@pytest.mark.parametrize("at", ["minimum", "const", "x-unknown"])
+def test_numbers_that_no_schema_can_hold_are_refused_in_words_about_them(number, why, at):
+    with pytest.raises(InvalidGrammar) as caught:
+        check_grammar("json_schema", f'{{"anyOf": [{{"{at}": {number}}}]}}')
+    assert caught.value.message == why
+
+
+def test_numbers_within_their_bounds_pass():
+    for number in ("9" * 308, "-" + "9" * 308, "1e308", "-1e308", "1e-999", "0.0"):
+        check_grammar("json_schema", f'{{"minimum": {number}}}')
+
+
 def test_definitions_go_only_where_they_are_referred_to():
     text = library_text(*many_parameters({f"p{at}": {"type": "integer", "title": str(at)} for at in range(400)}))
     assert "v1999" not in text

@@ -3,6 +3,7 @@
 import json
 from importlib import metadata
 
+import openai
 import pytest
 
 from baton.core.build import NO_VERSION
@@ -140,6 +141,10 @@ async def test_a_prompt_is_cut_if_asked():
         for length in (999, 1000, 1001, 5000):
             await complete(client, TOKENIZER.encode("x") * length, extra_body={"truncate_prompt_tokens": 4})
             assert prompt_of(sent_to(running)[-1]) == "xxxx", length
+        for prompt in ("x" * 5000, TOKENIZER.encode("x") * 5000):  # the same words whichever way it came
+            for asked, length in ((10**9, 5000), (1234, 1234)):
+                with pytest.raises(openai.BadRequestError, match=f"too long: it has {length} tokens"):
+                    await complete(client, prompt, extra_body={"truncate_prompt_tokens": asked})
         await chat(client, extra_body={"truncate_prompt_tokens": 11})
         assert prompt_of(sent_to(running)[-1]) == "<assistant>"
 
