@@ -196,7 +196,7 @@ class _HeadRestart:
             Check(
                 name="workers serve",
                 look=self._note_incarnations,
-                next="see `baton status`; replace who is silent first",
+                next="no answer is left to keep: start the head by hand; `baton serve` then starts the workers",
             ),
             Check(name="canaries are answered", look=self._ask, next="see `baton doctor --address`; mend that first"),
             Check(
@@ -232,8 +232,8 @@ class _HeadRestart:
     def _note_incarnations(self) -> str:
         self._incarnations = self._live()
         roles = {worker.state.role for worker in self._site.status().workers if worker.alive}
-        for role in ("prefill", "decode"):
-            require(role in roles, f"no {role} worker is heard", role=role)
+        # Workers of the head's host ended with its Ray, perhaps all prefill workers: only a head brings them back.
+        require("decode" in roles, "no decode worker is heard", role="decode")
         self._site.found["epochs"] = {name: f"{epoch:016x}" for name, epoch in self._incarnations.items()}
         return f"{len(self._incarnations)} workers are heard"
 
