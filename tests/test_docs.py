@@ -378,3 +378,13 @@ def test_every_metric_exists(page, metrics):
     for name in re.findall(r"`baton_([a-z_0-9]+)(?:\{|`|\*)", page.read_text()):
         base = name.removesuffix("_total")
         assert base in metrics or any(metric.startswith(base) for metric in metrics if base.endswith("_")), name
+
+
+def test_git_ignores_the_folders_of_keys_that_the_recipe_makes():
+    """Otherwise `git add -A` in the operator's checkout commits private keys."""
+    text = "\n".join(blocks_of((ROOT / "docs" / "several-hosts.md").read_text()))
+    text += "\n".join(spans_of((ROOT / "docs" / "several-hosts.md").read_text()))
+    made = set(re.findall(r"mkdir -m 700 (\w+)|certificates make (\w+)", text))
+    folders = {folder for pair in made for folder in pair if folder}
+    assert folders == {"secrets", "tls", "ray_secrets"}
+    assert {f"/{folder}/" for folder in folders} <= set((ROOT / ".gitignore").read_text().split())
