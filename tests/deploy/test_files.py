@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from baton.cluster.cli import runbook_names
 from baton.core import errors
 from baton.router.metrics import is_clients
 from baton.tests.deploy.files import DEPLOY, dashboard, expressions, groups, rules
@@ -44,6 +45,36 @@ def test_every_rule_has_what_prometheus_and_a_person_need():
         assert set(rule["annotations"]) == {"summary", "description"}
         for text in rule["annotations"].values():
             assert text.count("{{") == text.count("}}")
+
+
+def test_an_alert_names_the_runbooks_that_its_metric_calls_for_and_none_that_is_not_there():
+    """A runbook is called for if it bears the alert's name, or if *When* of its page names a metric of the rule."""
+    names = set(runbook_names())
+    pages = {name: (DEPLOY.parent / "runbook" / f"{name.replace('-', '_')}.md").read_text() for name in names}
+    metrics = {
+        name: set(re.findall(r"baton_\w+", page.partition("**When.**")[2].partition("```")[0]))
+        for name, page in pages.items()
+    }
+    assert any(metrics.values())
+    for rule in rules():
+        named = set(re.findall(r"baton runbook ([\w-]+)", rule["annotations"]["description"]))
+        read = {selector.name.removesuffix("_total") for selector in parse(rule["expr"]).selectors}
+        words = "-".join(word.lower() for word in re.findall("[A-Z][a-z]+", rule["alert"])[1:])
+        wanted = {name for name in names if metrics[name] & read or name.startswith(words)}
+        assert wanted <= named <= names, f"{rule['alert']} names {named}, not {wanted}"
+
+
+def test_what_the_scrape_configuration_adds_for_certificates_is_of_a_job():
+    """Uncommented, it is YAML whose files are those of docs/security-setup.md."""
+    text = (DEPLOY / "prometheus" / "prometheus.yaml").read_text()
+    lines = [
+        re.sub(r"^(    )# (?=[\w ]+:( |$))", r"\1", line) for line in text.splitlines() if "Of a router" not in line
+    ]
+    [job] = yaml.safe_load("\n".join(lines))["scrape_configs"]
+    assert job["scheme"] == "https"
+    assert set(job["tls_config"]) == {"ca_file", "cert_file", "key_file", "server_name"}
+    made = (DEPLOY.parent / "docs" / "security-setup.md").read_text()
+    assert all(value in made for value in job["tls_config"].values())
 
 
 def test_the_scrape_configuration_loads_the_rules_and_names_the_job():
