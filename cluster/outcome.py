@@ -109,6 +109,10 @@ _NEXT_STEPS: tuple[tuple[type[BatonError], str], ...] = (
     (BatonError, "see `baton status`, then try again"),
 )
 _MODEL_FLAGS = ("kernels", "kv_dtype", "quantization", "tp")  # options for which a model may allow other values
+_LATE_STEP = (
+    "see whether hosts have room for every worker (`ray status`; another deployment may hold it), then "
+    "read the workers' logs, or raise --start-timeout-s"
+)
 _FLAG_STEP = "change what is named, or leave it out; the command's --help lists every option"
 
 
@@ -129,6 +133,8 @@ def next_step(error: BatonError) -> str:
         return _FLAG_STEP
     if type(error) is StartupError and "address" in error.fields:
         return f"run `baton doctor --address {error.fields['address']}` with the same options, then try again"
+    if isinstance(error, WorkerStartFailed) and error.fields.get("timed_out"):
+        return _LATE_STEP
     return next(text for kind, text in _NEXT_STEPS if isinstance(error, kind))
 
 

@@ -140,7 +140,9 @@ class SupervisorProcess:
                 raise WorkerStartFailed(f"the supervisor ended with code {self._process.returncode}: {self._last()}")
             check()
             if time.monotonic() > deadline_s:
-                raise WorkerStartFailed(f"the workers are not ready: {self._last()}", timed_out=True)
+                raise WorkerStartFailed(
+                    f"not every worker was ready in time; the supervisor: {self._last()}", timed_out=True
+                )
             time.sleep(POLL_S)
 
     def check(self) -> None:

@@ -201,6 +201,12 @@ def test_every_error_has_an_exit_code_and_a_next_step():
             assert code is ExitCode.FAILED
 
 
+def test_a_worker_that_timed_out_is_looked_for_on_the_cluster_first():
+    """A worker for which no host has room has written no error that could be read."""
+    assert "`ray status`" in next_step(errors.WorkerStartFailed("late", timed_out=True))
+    assert "own error above" in next_step(errors.WorkerStartFailed("prefill-0 did not start"))
+
+
 def test_a_worker_that_timed_out_exits_as_a_timeout():
     assert exit_code_of(errors.WorkerStartFailed("late", timed_out=True)) is ExitCode.TIMEOUT
 
