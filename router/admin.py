@@ -134,7 +134,7 @@ class AdminService(Operations):
             num_requests_failed=num_failed,
             num_requests_refused=num_clients,
             num_tokens_streamed=self._metrics.total("generation_tokens"),
-            workers=[self._status(member) for member in self._members.all()],
+            workers=[self._status(member) for member in (*self._members.all(), *self._members.gone())],
             starting=self._starting.all(),
             refused_pairs=[
                 admin_pb2.RefusedPair(
@@ -215,6 +215,7 @@ class AdminService(Operations):
             await wire.abort_with(context, InvalidRequest(message, field="num_prefill"))
         log.warning("there should be %d prefill and %d decode workers", request.num_prefill, request.num_decode)
         self._scale.request = request
+        self._members.dismiss_gone()
         return admin_pb2.ScaleReply()
 
     async def _restart(self, request: admin_pb2.RestartRequest) -> admin_pb2.RestartReply:

@@ -482,7 +482,7 @@ class WorkerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
-        reports = [self._report(member) for member in self._members.all()]
+        reports = [self._report(member) for member in (*self._members.all(), *self._members.gone())]
         for metric in WORKER_METRICS:
             family = metric.family(f"baton_{metric.name}", metric.text, labels=(*metric.by, *metric.labels))
             for its in reports:

@@ -350,7 +350,7 @@ def metrics():
     router = RouterMetrics()
     SecurityMetrics(router.registry)
     Connections(ConnectionLimits(max_connections=1), router.registry)
-    nothing = SimpleNamespace(counts={}, choices={}, num_waiting=0, num_refused={}, all=tuple)
+    nothing = SimpleNamespace(counts={}, choices={}, num_waiting=0, num_refused={}, all=tuple, gone=tuple)
     others = CollectorRegistry()
     for collector in (
         WorkerCollector(nothing),

@@ -21,7 +21,10 @@ from baton.router.access.message_limits import is_repeated
 
 ALIVE_S: Final = 1.5
 MAX_GAP_S: Final = 0.25  # of the time between two calls of `expire`, at most this counts as silence
-FORGET_S: Final = 600.0
+FORGET_S: Final = 600.0  # of silence: from then on, it counts as a death
+GONE_S: Final = (
+    86_400.0  # so long a worker that did not come back is still shown, or an alert on it would end by itself
+)
 FORGET_ENDED_S: Final = 10.0  # likewise, for a drained worker that is no longer wanted
 MAX_WORKERS: Final = 4096
 MAX_RETIRED_EPOCHS: Final = 64
@@ -78,6 +81,7 @@ class Members:
         self._clock = clock
         self._alive_s = alive_s
         self._members: dict[str, Member] = {}
+        self._gone: dict[str, Member] = {}
         self._watches: dict[Incarnation, dict[object, Callable[[], None]]] = {}
         self._live: dict[str, list[Member]] = {}  # by role; cached until a worker joins or is lost
         self._expired_s = clock.now_s()
@@ -96,6 +100,7 @@ class Members:
             if len(self._members) >= MAX_WORKERS:
                 raise Overloaded(f"the router knows {MAX_WORKERS} workers, no more", limit=MAX_WORKERS)
             self._members[state.worker_id] = Member(state, now_s, now_s)
+            self._gone.pop(state.worker_id, None)
             self._live.clear()
             return False
         if state.epoch in member.retired_epochs:
@@ -117,8 +122,7 @@ class Members:
         heartbeats may be waiting to be read.
 
         Args:
-            ended: incarnations no longer wanted; once lost, they are forgotten soon instead of being shown as dead for
-                minutes.
+            ended: incarnations no longer wanted; once lost, they are forgotten soon, and never shown as gone.
         """
         now_s = self._clock.now_s()
         stalled_s = max(0.0, now_s - self._expired_s - MAX_GAP_S)
@@ -130,8 +134,14 @@ class Members:
             if member.alive and age_s >= self._alive_s:
                 self._lose(member, FENCE)
                 lost.append(member.incarnation)
-            elif age_s >= (FORGET_ENDED_S if not member.alive and member.incarnation in ended else FORGET_S):
-                del self._members[worker_id]
+            elif not member.alive and member.incarnation in ended:
+                if age_s >= FORGET_ENDED_S:
+                    del self._members[worker_id]
+            elif age_s >= FORGET_S:
+                self._gone[worker_id] = self._members.pop(worker_id)
+        for worker_id, member in tuple(self._gone.items()):
+            if now_s - member.lease_s >= GONE_S or len(self._gone) > MAX_WORKERS:
+                del self._gone[worker_id]
         return lost
 
     def watch(self, incarnation: Incarnation, on_lost: Callable[[], None]) -> Callable[[], None]:
@@ -181,6 +191,14 @@ class Members:
     def all(self) -> list[Member]:
         """All known workers, by name."""
         return [self._members[worker_id] for worker_id in sorted(self._members)]
+
+    def gone(self) -> list[Member]:
+        """Lost workers that are forgotten otherwise, by name: none came back, and no operator took them away."""
+        return sorted(self._gone.values(), key=lambda member: member.state.worker_id)
+
+    def dismiss_gone(self) -> None:
+        """Show none of `gone` any more: an operator has said how many workers there should be."""
+        self._gone.clear()
 
     @property
     def serving(self) -> bool:

@@ -5,7 +5,7 @@ import pytest
 from baton.core.clock import VirtualClock
 from baton.proto import worker_pb2
 from baton.router.metrics import SpanCollector
-from baton.router.placement.members import Members
+from baton.router.placement.members import FORGET_S, Members
 from baton.router.worker_metrics import WORKER_METRICS, WorkerCollector
 
 pytestmark = pytest.mark.fast
@@ -75,6 +75,19 @@ def test_a_worker_is_up_with_what_it_holds_until_it_is_lost_and_counts_its_lives
     members.heartbeat(state(2))
     found = shown(members)
     assert (found[("worker_up", "")], found[("worker_incarnations_total", "")]) == (1, 2)
+
+
+def test_a_worker_that_does_not_come_back_keeps_its_alert():
+    clock = VirtualClock()
+    members = Members(clock)
+    members.heartbeat(state(1))
+    for _ in range(4 * int(FORGET_S) + 20):
+        clock.advance(0.25)
+        members.expire()
+    assert members.all() == []
+    assert shown(members)[("worker_up", "")] == 0
+    members.dismiss_gone()
+    assert ("worker_up", "") not in shown(members)
 
 
 def test_checkpoints_of_state_are_shown_of_workers_that_have_room_for_them():

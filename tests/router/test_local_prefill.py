@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -462,6 +463,25 @@ async def test_as_few_workers_as_may_be_asked_for(mode):
         assert running.router.desired_state._scale.request is None
         await admin.Scale(admin_pb2.ScaleRequest(num_prefill=int(mode == NEVER), num_decode=1))
         assert running.router.desired_state._scale.request.num_decode == 1
+
+
+@pytest.mark.asyncio
+async def test_who_is_gone_is_in_the_status_until_the_deployment_is_scaled():
+    async with cluster(0, 1, local_prefill=AUTO) as running:
+        admin, members = admin_pb2_grpc.AdminStub(running.channel), running.router.members
+        (gone,) = members.all()
+        gone = replace(gone, state=type(gone.state)(), alive=False)
+        gone.state.MergeFrom(members.all()[0].state)
+        gone.state.worker_id = "decode-9"
+        members._gone["decode-9"] = gone  # ten minutes later
+
+        async def shown():
+            status = await admin.Status(admin_pb2.StatusRequest())
+            return {worker.state.worker_id: worker.alive for worker in status.workers}
+
+        assert await shown() == {"decode-0": True, "decode-9": False}
+        await admin.Scale(admin_pb2.ScaleRequest(num_prefill=0, num_decode=1))
+        assert await shown() == {"decode-0": True}
 
 
 @pytest.mark.asyncio

@@ -7,7 +7,8 @@ from baton.core.errors import InvalidRequest, NoWorker, Overloaded, ProtocolErro
 from baton.proto import worker_pb2
 from baton.router.admission.admission import Admission
 from baton.router.attempt.continuation import TokenOrder
-from baton.router.placement.members import ALIVE_S, FORGET_S, MAX_GAP_S, MAX_WORKERS, Incarnation, Members
+from baton.router.placement import members as members_module
+from baton.router.placement.members import ALIVE_S, FORGET_S, GONE_S, MAX_GAP_S, MAX_WORKERS, Incarnation, Members
 from baton.router.placement.policy import RoundRobin
 from baton.router.placement.refusals import Outcasts
 
@@ -37,13 +38,13 @@ def members(clock):
     return Members(clock)
 
 
-def wait(members, clock, seconds):
+def wait(members, clock, seconds, ended=frozenset()):
     """Time passes while the table is looked at as often as it asks to be; returns the lives lost."""
     lost = []
     while seconds > 0:
         step_s = min(seconds, MAX_GAP_S)
         clock.advance(step_s)
-        lost += members.expire()
+        lost += members.expire(ended)
         seconds -= step_s
     return lost
 
@@ -137,6 +138,41 @@ def test_dead_workers_are_forgotten_in_time(members, clock):
     wait(members, clock, ALIVE_S)
     wait(members, clock, FORGET_S)
     assert members.all() == []
+
+
+def test_who_did_not_come_back_is_shown_for_a_day(members, clock):
+    """Otherwise an alert on it would end by itself, with the worker still missing."""
+    members.heartbeat(state("p"))
+    wait(members, clock, ALIVE_S)
+    assert members.gone() == []
+    wait(members, clock, FORGET_S)
+    assert [(one.state.worker_id, one.alive) for one in members.gone()] == [("p", False)]
+    clock.advance(GONE_S - FORGET_S - ALIVE_S - 1.0)
+    members.expire()
+    assert members.gone()
+    clock.advance(1.0)
+    members.expire()
+    assert members.gone() == []
+
+
+def test_who_comes_back_or_is_no_longer_wanted_is_not_gone(members, clock):
+    for name in "abc":
+        members.heartbeat(state(name))
+    wait(members, clock, ALIVE_S)
+    wait(members, clock, FORGET_S, ended={Incarnation("c", 1)})
+    assert [one.state.worker_id for one in members.gone()] == ["a", "b"]
+    members.heartbeat(state("a"))
+    assert [one.state.worker_id for one in members.gone()] == ["b"]
+    members.dismiss_gone()
+    assert members.gone() == []
+
+
+def test_the_gone_are_bounded(members, clock, monkeypatch):
+    monkeypatch.setattr(members_module, "MAX_WORKERS", 2)
+    for name in ("a", "b", "c"):
+        members.heartbeat(state(name))
+        wait(members, clock, FORGET_S + ALIVE_S)
+    assert [one.state.worker_id for one in members.gone()] == ["b", "c"]
 
 
 def test_reports_that_lack_something_are_refused(members):
