@@ -126,8 +126,6 @@ def _beyond(problem: Any) -> InvalidRequest:
         InvalidSampling if field in SAMPLING_FIELDS else InvalidGrammar if field in GRAMMAR_FIELDS else InvalidRequest
     )
     message = f"{_path(problem['loc'])}more than {limit} {what}"
-    if kind is InvalidGrammar:
-        return kind(message, kind=field)  # as in the later, closer checks of grammars
     return kind(message, field=field, limit=limit)
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from baton.core.errors import BatonError, InvalidRequest, as_internal
+from baton.core.errors import BatonError, InvalidGrammar, InvalidRequest, PromptTooLong, as_internal
 from baton.core.requests.request import GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES
 from baton.core.telemetry.span import HEADER, INCOMING
@@ -175,6 +175,7 @@ class GenerationEndpoint(Generic[Body]):
             ):
                 await until_disconnect(receive, self._serve(asked, call, reply))
         except BatonError as error:  # already counted
+            self._name_field(error, understood)
             await reply.fail(error)
         except Exception as error:  # noqa: BLE001  the call's boundary
             await self._fail("the reply", error, reply)
@@ -191,7 +192,19 @@ class GenerationEndpoint(Generic[Body]):
             return
         typed = as_internal(where, error)
         self.front.metrics.requests_failed.labels(type(typed).__name__).inc()
+        self._name_field(typed)
         await reply.fail(typed)
+
+    def _name_field(self, error: BatonError, understood: Understood | None = None) -> None:
+        """Name the field that an error of a prompt or a grammar is about: gRPC has these under other names."""
+        if "field" in error.fields:
+            return
+        if isinstance(error, PromptTooLong):
+            is_chat = not {"messages", "input"}.isdisjoint(self.kind.model_fields)
+            error.fields["field"] = "messages" if is_chat else "prompt"
+        elif isinstance(error, InvalidGrammar) and understood is not None:
+            of_tool = error.message.startswith("tool ")
+            error.fields["field"] = (not of_tool and understood.constrained_by) or "tools"
 
     def _make_own(self, call: Call[Body], scope: Scope) -> str:
         """Set the call's tenant and return it: the principal's, or without keys the `cache_salt`.

@@ -274,7 +274,7 @@ class CommonOptions(Wire):
             ConflictingOptions: more than one option gives a constraint.
             InvalidRequest: a `response_format` lacks its schema.
         """
-        given = {name: form for name, form in self._forms().items() if form is not None}
+        given = self._given()
         if len(given) > 1:
             raise ConflictingOptions(f"{' and '.join(given)} exclude each other", field=list(given)[1])
         form = next(iter(given.values()), None)
@@ -287,6 +287,13 @@ class CommonOptions(Wire):
             field = next(iter(given))
             raise InvalidText(f"{field} is not valid UTF-8 at character {error.start}", field=field) from error
         return grammar
+
+    def constrained_by(self) -> str:
+        """Name of the option that gives the constraint; empty if there is none."""
+        return next(iter(self._given()), "")
+
+    def _given(self) -> dict[str, tuple[str, str]]:
+        return {name: form for name, form in self._forms().items() if form is not None}
 
     def _forms(self) -> dict[str, tuple[str, str] | None]:
         forms = {

@@ -59,6 +59,7 @@ def _understand(
         job = replace(job, request_id=asked.request_id)
     understood = write(asked, forms, job)
     understood.ignored = ignored
+    understood.constrained_by = asked.constrained_by() if isinstance(asked, CommonOptions) else ""
     return understood
 
 

@@ -49,6 +49,7 @@ class Understood:
         requests: one for each prompt, without sampling.
         sampling: shared by all requests.
         ignored: unknown fields.
+        constrained_by: the option that gives the answer's form; empty if at most tools do.
         is_open: whether the prompt ends inside a thought.
         splits_thought: whether thoughts are split off the answer's content.
         splits_calls: whether tool calls are split off the answer's content.
@@ -61,6 +62,7 @@ class Understood:
     requests: list[inference_pb2.GenerateRequest]
     sampling: inference_pb2.Sampling = field(default_factory=inference_pb2.Sampling)
     ignored: list[str] = field(default_factory=list)
+    constrained_by: str = ""
     is_open: bool = False
     splits_thought: bool = False
     splits_calls: bool = False
@@ -69,7 +71,9 @@ class Understood:
 
     def to_parts(self) -> list[bytes]:
         """Serialize for another process: a head, the rest of the body, the sampling, and each request."""
-        names = ("request_id", "ignored", "is_open", "splits_thought", "splits_calls", "schemas", "echoed")
+        names = (
+            "request_id", "ignored", "constrained_by", "is_open", "splits_thought", "splits_calls", "schemas", "echoed",
+        )  # fmt: skip
         head = json.dumps({name: getattr(self, name) for name in names}).encode("ascii")
         spent = {*SPENT, *(self.asked.model_extra or {})}
         body = self.asked.model_dump_json(by_alias=True, exclude_none=True, exclude=spent).encode("utf-8")

@@ -21,6 +21,10 @@ HI = [{"role": "user", "content": "hi"}]
 CHAT = {"model": MODEL, "messages": HI}
 TOOL = {"type": "function", "function": {"name": "f"}}
 FAR = "/v1/chat/completions"
+SCHEMA = {"type": "json_schema"}
+BAD_SCHEMA = {"minimum": 10**400}  # no worker need be asked
+WRONG_TOOL = {"type": "function", "function": {"name": "f", "parameters": BAD_SCHEMA}}
+STRICT_TOOL = {"type": "function", "function": {"name": "f", "parameters": BAD_SCHEMA, "strict": True}}
 
 
 async def raw(url, head, body=b"", *, is_partial=False, at_text=None):
@@ -73,7 +77,7 @@ BAD = [
     ({"max_tokens": 0}, "max_tokens", "invalid_sampling"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "invalid_sampling"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "conflicting_options"),
-    ({"max_tokens": 5000}, None, "context_length_exceeded"),
+    ({"max_tokens": 5000}, "messages", "context_length_exceeded"),
     ({"seed": 1 << 63}, "seed", "invalid_request"),
     ({"stop": [""]}, "stop", "invalid_sampling"),
     ({"stop": ["a"] * 17}, "stop", "invalid_sampling"),
@@ -89,15 +93,25 @@ BAD = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "conflicting_options"),
     ({"response_format": {"type": "yaml"}}, "response_format", "invalid_request"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "invalid_request"),
-    ({"guided_json": "{"}, None, "invalid_grammar"),
+    ({"guided_json": "{"}, "guided_json", "invalid_grammar"),
+    ({"response_format": SCHEMA | {"json_schema": {"schema": BAD_SCHEMA}}}, "response_format", "invalid_grammar"),
+    ({"tools": [WRONG_TOOL], "tool_choice": "required"}, "tools", "invalid_grammar"),
+    (
+        {
+            "tools": [STRICT_TOOL],
+            "response_format": SCHEMA | {"json_schema": {"schema": {}}},
+        },
+        "tools",
+        "invalid_grammar",
+    ),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "conflicting_options"),
     ({"guided_choice": []}, "guided_choice", "invalid_request"),
-    ({"guided_regex": "a" * 70_000}, None, "invalid_grammar"),
+    ({"guided_regex": "a" * 70_000}, "guided_regex", "invalid_grammar"),
     ({"messages": []}, "messages", "invalid_request"),
     ({"messages": "hi"}, "messages", "invalid_request"),
     ({"messages": [{"role": "user"}]}, "messages", "invalid_request"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "invalid_request"),
-    ({"messages": [{"role": "user", "content": "long " * 1000}]}, None, "context_length_exceeded"),
+    ({"messages": [{"role": "user", "content": "long " * 1000}]}, "messages", "context_length_exceeded"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_request"),
     ({"tool_choice": "perhaps"}, "tool_choice", "invalid_request"),
     ({"tools": [{"type": "function", "function": {"name": "no name"}}]}, "tools", "invalid_request"),
@@ -126,13 +140,21 @@ async def test_what_a_client_can_do_wrong():
         for body in (b"", b"{", b"[]", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"[" * 100_000):
             status, _, data = await post(running.url, FAR, body)
             assert (status, data["error"]["type"]) == (400, "invalid_request_error"), body[:40]
+        for path, body, param in (
+            ("/v1/completions", {"prompt": "long " * 1000}, "prompt"),
+            ("/v1/completions", {"prompt": "a", "guided_json": "{"}, "guided_json"),
+            ("/v1/responses", {"input": "long " * 1000}, "input"),
+            ("/v1/responses", {"input": "a", "text": {"format": SCHEMA | {"name": "n", "schema": BAD_SCHEMA}}}, "text"),
+        ):
+            status, _, data = await post(running.url, path, {"model": MODEL} | body)
+            assert (status, data["error"]["param"]) == (400, param), (path, data)
         for prompt in (None, "", [], [[]], [-1], [5000], [1 << 40], ["a", 1], [""]):
             status, _, data = await post(running.url, "/v1/completions", {"prompt": prompt})
             assert (status, data["error"]["param"]) == (400, "prompt"), (prompt, data)
         status, _, data = await post(running.url, FAR, CHAT | {"model": "gpt-9"})
         assert (status, data["error"]["code"]) == (404, "model_not_found")
         assert sent_to(running) == [], "nothing was begun"
-        assert running.router.metrics.total("requests_failed") == len(BAD) + 5 + 9 + 1
+        assert running.router.metrics.total("requests_failed") == len(BAD) + 5 + 4 + 9 + 1
         status, fields, _ = await post(running.url, FAR, CHAT | {"max_token": 3, "user": "me", "best_of": 1, "a b": 1})
         assert (status, fields["x-baton-ignored"]) == (200, "max_token")
 
