@@ -29,6 +29,8 @@ _OWN_LAYER: Final = "midlayer"
 _ARCHITECTURES = {
     "LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel",
 }  # fmt: skip
+# Flags of `speculators` 0.9 that change what is computed. With the last no tensor is missing: drafts would be worse.
+_UNBUILT = ("norm_before_fc", "fc_norm", "norm_output")
 T = TypeVar("T")
 
 
@@ -82,6 +84,10 @@ class EagleConfig:
         if values.get("quantization_config") or inner.get("quantization_config"):
             message = f"{path}: a quantized drafter is not implemented"
             raise ModelUnsupported(message, option="quantization_config", value=str(path))
+        own = values.get("eagle_config") or {}
+        for key in _UNBUILT:
+            if values.get(key) or own.get(key):
+                raise ModelUnsupported(f"{path}: {key} is not implemented", option=key, value=True)
         llama = {**inner, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": values["draft_vocab_size"]}
         sizes = ModelConfig.of_values(llama, path, identity=values, made_weights=made_weights)
         num_layers = target.num_layers
