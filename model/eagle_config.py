@@ -3,8 +3,8 @@
 There are two published layouts: that of the paper's authors (`midlayer.*`, sizes at the top of config.json), and that
 of the `speculators` library (`layers.0.*`, sizes under `transformer_layer_config`). Both are the same model: one
 decoder layer whose attention reads a token's embedding beside a hidden state, and a head over the tokens that are
-drafted most. Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
-Test" (2025).
+drafted most. The layer is Llama's, or in the library's layout Qwen3's, whose heads have norms. Source: Li et al.,
+"EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025).
 
 Legend: C columns of the draft head, D hidden size, V vocabulary.
 """
@@ -29,6 +29,7 @@ _OWN_LAYER: Final = "midlayer"
 _ARCHITECTURES = {
     "LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel",
 }  # fmt: skip
+_LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # by `transformer_layer_config.model_type`
 # Flags of `speculators` 0.9 that change what is computed. With the last no tensor is missing: drafts would be worse.
 _UNBUILT = ("norm_before_fc", "fc_norm", "norm_output")
 T = TypeVar("T")
@@ -80,6 +81,8 @@ class EagleConfig:
         is_published = is_published and architectures in [[], *([name] for name in _ARCHITECTURES)]
         if not is_published or values.get("draft_vocab_size") is None:
             why = "config.json has no draft_vocab_size" if is_published else f"architectures {architectures}"
+            if "speculators_model_type" in values and not is_published:
+                why += f", speculators_model_type {values['speculators_model_type']!r}"
             raise ModelUnsupported(f"{path} is no EAGLE-3 drafter: {why}", option="draft_model", value=str(path))
         if values.get("quantization_config") or inner.get("quantization_config"):
             message = f"{path}: a quantized drafter is not implemented"
@@ -88,8 +91,13 @@ class EagleConfig:
         for key in _UNBUILT:
             if values.get(key) or own.get(key):
                 raise ModelUnsupported(f"{path}: {key} is not implemented", option=key, value=True)
-        llama = {**inner, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": values["draft_vocab_size"]}
-        sizes = ModelConfig.of_values(llama, path, identity=values, made_weights=made_weights)
+        kind = "llama" if inner is values else inner.get("model_type") or "llama"
+        if kind not in _LAYERS:
+            message = f"{path}: transformer_layer_config.model_type = {kind!r} is not implemented"
+            message += f"; {' or '.join(map(repr, _LAYERS))} is"
+            raise ModelUnsupported(message, option="model_type", value=kind)
+        layer = {**inner, "architectures": [_LAYERS[kind]], "draft_vocab_size": values["draft_vocab_size"]}
+        sizes = ModelConfig.of_values(layer, path, identity=values, made_weights=made_weights)
         num_layers = target.num_layers
         found = cls(
             sizes=sizes,

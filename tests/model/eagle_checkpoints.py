@@ -6,11 +6,32 @@ import torch
 from safetensors.torch import load_file, save_file
 
 COLUMNS = 40
+# config.json as `speculators` 0.9.0 writes it with transformers 5.23.0, except for sizes and what every config has.
+SPECULATORS = {
+    "architectures": ["Eagle3DraftModel"], "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+    "embed_requires_grad": False, "fc_norm": False, "norm_before_fc": False, "norm_output": False,
+    "speculators_config": {
+        "algorithm": "eagle3", "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1},
+        ],
+        "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Qwen/Qwen3-8B"},
+    },
+    "speculators_model_type": "eagle3", "speculators_version": "0.9.0", "target_hidden_size": None,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+# Of its transformer_layer_config, by model_type.
+SPECULATORS_LAYERS = {
+    "llama": {"mlp_bias": False, "pretraining_tp": 1},
+    "qwen3": {
+        "layer_types": ["full_attention"], "max_window_layers": 28, "sliding_window": None, "use_sliding_window": False,
+    },
+}  # fmt: skip
 
 
 def write_drafter(
     path, target, *, layout="own", num_columns=COLUMNS, seed=5, aux=None, before=False, embeds=False, overrides=None,
-    dtype=torch.float64, inner_size=40, num_heads=None, num_kv_heads=None, head_dim=None,
+    dtype=torch.float64, inner_size=40, num_heads=None, num_kv_heads=None, head_dim=None, kind="llama",
 ):  # fmt: skip
     """A drafter for the target in a directory; returns `path`."""
     values = json.loads((target / "config.json").read_text())
@@ -30,8 +51,12 @@ def write_drafter(
     if layout == "own":
         config, prefix = layer | top | {"architectures": ["LlamaForCausalLMEagle3"]}, "midlayer"
     else:
-        config = top | {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
-        config, prefix = config | {"transformer_layer_config": layer}, "layers.0"
+        layer |= {
+            "model_type": kind,
+            "rope_parameters": {"rope_theta": layer.pop("rope_theta"), "rope_type": "default"},
+        }
+        layer |= SPECULATORS_LAYERS.get(kind, {})
+        config, prefix = top | SPECULATORS | {"transformer_layer_config": layer}, "layers.0"
     (path / "config.json").write_text(json.dumps(config | (overrides or {})))
     generator = torch.Generator().manual_seed(seed)
 
@@ -39,8 +64,8 @@ def write_drafter(
         drawn = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
         return (drawn * gain / columns**0.5).to(dtype)
 
-    def norm():
-        return (1 + 0.1 * torch.randn(hidden, generator=generator, dtype=torch.float64)).to(dtype)
+    def norm(length=hidden):
+        return (1 + 0.1 * torch.randn(length, generator=generator, dtype=torch.float64)).to(dtype)
 
     tensors = {"fc.weight": matrix(hidden, 3 * hidden), "norm.weight": norm()}
     tensors["lm_head.weight"] = matrix(num_columns, hidden, gain=2.0)
@@ -52,6 +77,8 @@ def write_drafter(
     for part in ("gate", "up"):
         tensors[f"{prefix}.mlp.{part}_proj.weight"] = matrix(inner_size, hidden)
     tensors[f"{prefix}.mlp.down_proj.weight"] = matrix(hidden, inner_size)
+    if kind == "qwen3":
+        tensors |= {f"{prefix}.self_attn.{part}_norm.weight": norm(head_dim) for part in "qk"}
     if embeds:
         tensors["embed_tokens.weight"] = matrix(vocab, hidden, gain=hidden**0.5 / 8)
     if num_columns < vocab:
@@ -109,12 +136,15 @@ class EagleReference:
 
     def attend(self, pair):
         size, length = self.layer["head_dim"], len(pair)
-        rates = self.layer["rope_theta"] ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+        base = self.layer.get("rope_parameters", self.layer)["rope_theta"]
+        rates = base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
         turn = torch.exp(1j * torch.arange(length).double()[:, None] * rates)[:, None]
         heads = []
         for part in "qkv":
             rows = pair @ self.tensors[f"layers.0.self_attn.{part}_proj.weight"].T
             rows = rows.view(length, -1, size)
+            if f"layers.0.self_attn.{part}_norm.weight" in self.tensors:
+                rows = self.norm(rows, f"layers.0.self_attn.{part}_norm")
             if part != "v":
                 turned = torch.complex(rows[..., : size // 2], rows[..., size // 2 :]) * turn
                 rows = torch.cat([turned.real, turned.imag], dim=-1)

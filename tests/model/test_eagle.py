@@ -33,6 +33,7 @@ DRAWN = {
     "named outputs": {"overrides": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}},
     "more heads": {"num_heads": 8, "before": True},
     "one KV head": {"num_kv_heads": 1},
+    "norms of heads": {"layout": "speculators", "kind": "qwen3", "aux": (1, 4, 6)},
     "heads of its own": {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "layout": "speculators"},
 }
 
@@ -191,6 +192,23 @@ def test_what_does_not_fit_its_target_is_refused_by_name(overrides, option, targ
         EagleConfig.from_directory(path, ModelConfig.from_directory(target))
     assert refused.value.fields["option"] == option
     assert str(path) in refused.value.message or option in refused.value.message
+
+
+def test_a_layer_of_another_family_is_refused_by_its_name(target, tmp_path):
+    path = write_drafter(tmp_path / "drafter", target, layout="speculators", kind="gemma3_text")
+    sentence = r"transformer_layer_config\.model_type = 'gemma3_text' is not implemented; 'llama' or 'qwen3' is$"
+    with pytest.raises(ModelUnsupported, match=sentence):
+        load(target, path)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "mtp", "peagle"])
+def test_other_drafters_of_speculators_are_refused_by_name(kind, target, tmp_path):
+    """Those of 0.9.0."""
+    names = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator", "mtp": "MTPDraftModel"}
+    changes = {"speculators_model_type": kind, "architectures": [names.get(kind, "PEagleSpeculator")]}
+    path = write_drafter(tmp_path / "drafter", target, layout="speculators", overrides=changes)
+    with pytest.raises(ModelUnsupported, match=f"is no EAGLE-3 drafter: .*{kind}"):
+        load(target, path)
 
 
 @pytest.mark.parametrize(
