@@ -85,8 +85,7 @@ class EagleConfig:
                 why += f", speculators_model_type {values['speculators_model_type']!r}"
             raise ModelUnsupported(f"{path} is no EAGLE-3 drafter: {why}", option="draft_model", value=str(path))
         if values.get("quantization_config") or inner.get("quantization_config"):
-            message = f"{path}: a quantized drafter is not implemented"
-            raise ModelUnsupported(message, option="quantization_config", value=str(path))
+            raise _quantized_refusal(path)
         own = values.get("eagle_config") or {}
         for key in _UNBUILT:
             if values.get(key) or own.get(key):
@@ -98,6 +97,8 @@ class EagleConfig:
             raise ModelUnsupported(message, option="model_type", value=kind)
         layer = {**inner, "architectures": [_LAYERS[kind]], "draft_vocab_size": values["draft_vocab_size"]}
         sizes = ModelConfig.of_values(layer, path, identity=values, made_weights=made_weights)
+        if sizes.fp8 is not None:  # by ModelOpt's own file
+            raise _quantized_refusal(path)
         num_layers = target.num_layers
         found = cls(
             sizes=sizes,
@@ -164,6 +165,11 @@ class EagleConfig:
             named = f"{key} = {list(layers)}" if _aux_layers(values) else f"no {key}, and the usual {list(layers)}"
             message = f"{path}: {named} are not three of the target's {target.num_layers} layers"
             raise ModelUnsupported(message, option=key, value=list(layers))
+
+
+def _quantized_refusal(path: Path) -> ModelUnsupported:
+    message = f"{path}: a quantized drafter is not implemented"
+    return ModelUnsupported(message, option="quantization_config", value=str(path))
 
 
 def _aux_layers(values: Mapping[str, Any]) -> tuple[int, ...]:

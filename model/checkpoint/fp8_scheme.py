@@ -21,7 +21,10 @@ from baton.kvcache.layout import WORD_BYTES
 BLOCK_LEN = 128  # of the float8 kernels, in both dimensions
 MODELOPT_FILE = "hf_quant_config.json"
 _BLOCK = [BLOCK_LEN, BLOCK_LEN]
-_PACKED = {"pack-quantized": "INT4 or INT8", "int-quantized": "INT8", "nvfp4-pack-quantized": "NVFP4"}
+_PACKED = {
+    "pack-quantized": "INT4 or INT8", "int-quantized": "INT4 or INT8", "nvfp4-pack-quantized": "NVFP4",
+    "mxfp4-pack-quantized": "MXFP4", "mxfp6-pack-quantized": "MXFP6", "mxfp8-quantized": "MXFP8",
+}  # fmt: skip
 _SERVED = "this version serves unquantized and float8 checkpoints"
 
 
@@ -181,8 +184,8 @@ def _compressed_tensors(found: dict[str, Any], path: Path) -> Fp8Scheme | None:
     """The scheme of llm-compressor: "float-quantized" (earlier "naive-quantized"); None: KV alone is quantized."""
     where = f"{path}: quantization_config"
     layout = found.get("format")
-    if layout in _PACKED:
-        raise _refusal(f"{path} holds {_PACKED[layout]} weights (compressed-tensors, {layout}); {_SERVED}", layout)
+    for packed in (one for one in _formats(found) if one in _PACKED):
+        raise _refusal(f"{path} holds {_PACKED[packed]} weights (compressed-tensors, {packed}); {_SERVED}", packed)
     _known(found, where, "format", "config_groups", "sparsity_config", "transform_config")
     kv_alone = layout == "dense" and not found.get("config_groups")
     _one_of(found, "format", ("dense",) if kv_alone else ("float-quantized", "naive-quantized"), where)
@@ -190,7 +193,18 @@ def _compressed_tensors(found: dict[str, Any], path: Path) -> Fp8Scheme | None:
     if not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):  # weights that are stored in full
         _one_of(found, "sparsity_config", (None, {}), where)
     _one_of(found, "transform_config", (None, {}), where)
+    kv_scheme = found.get("kv_cache_scheme")
+    if isinstance(kv_scheme, dict):
+        _one_of(kv_scheme, "strategy", (None, "tensor"), f"{where}.kv_cache_scheme")
     return None if kv_alone else _scheme_of_groups(found, where, "compressed-tensors")
+
+
+def _formats(found: dict[str, Any]) -> list[str]:
+    """The format of all weights and, as "mixed-precision" names none, of each group."""
+    groups = found.get("config_groups")
+    each = groups.values() if isinstance(groups, dict) else ()
+    formats = [found.get("format"), *(group.get("format") for group in each if isinstance(group, dict))]
+    return [one for one in formats if isinstance(one, str)]
 
 
 def _modelopt(found: dict[str, Any], path: Path) -> Fp8Scheme | None:
@@ -204,7 +218,8 @@ def _modelopt(found: dict[str, Any], path: Path) -> Fp8Scheme | None:
     if algorithm is None:
         return None
     if algorithm not in strategies:
-        raise _refusal(f"{path} holds weights of quant_algo {algorithm!r} (ModelOpt); {_SERVED}", algorithm)
+        served = f"this version serves {' and '.join(strategies)}"
+        raise _refusal(f"{path} holds weights of quant_algo {algorithm!r} (ModelOpt); {served}", algorithm)
     _known(inner, where, "quant_algo", "kv_cache_quant_algo", "config_groups", "quantization")
     if inner.get("config_groups"):
         kinds = (strategies[algorithm],)

@@ -194,6 +194,19 @@ def test_what_does_not_fit_its_target_is_refused_by_name(overrides, option, targ
     assert str(path) in refused.value.message or option in refused.value.message
 
 
+@pytest.mark.parametrize("algorithm", ["FP8", None])
+def test_a_drafter_that_modelopt_quantized_is_refused(algorithm, target, tmp_path):
+    """Its own file says so. One that quantized no weights may be there as well."""
+    path = write_drafter(tmp_path / "drafter", target)
+    values = {"quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": None, "quantized_layers": {}}}
+    (path / "hf_quant_config.json").write_text(json.dumps(values))
+    if algorithm is None:
+        assert load(target, path)
+        return
+    with pytest.raises(ModelUnsupported, match=f"^the drafter: {path}: a quantized drafter is not implemented"):
+        load(target, path)
+
+
 def test_a_layer_of_another_family_is_refused_by_its_name(target, tmp_path):
     path = write_drafter(tmp_path / "drafter", target, layout="speculators", kind="gemma3_text")
     sentence = r"transformer_layer_config\.model_type = 'gemma3_text' is not implemented; 'llama' or 'qwen3' is$"

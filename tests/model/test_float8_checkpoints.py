@@ -529,6 +529,13 @@ def compressed_groups(**weights):
     return compressed("compressed block", **weights)["config_groups"]
 
 
+# Two groups as compressed-tensors 0.20.1 writes them, and llm-compressor's scheme for KV with a scale for each head.
+MIXED = compressed(top={"format": "mixed-precision"}.items())
+MIXED["config_groups"]["group_1"] = {
+    "format": "pack-quantized", "input_activations": None, "output_activations": None, "targets": ["re:.*mlp.*"],
+    "weights": {"group_size": 128, "num_bits": 4, "strategy": "group", "symmetric": True, "type": "int"},
+}  # fmt: skip
+KV_OF_HEADS = {"dynamic": False, "num_bits": 8, "strategy": "attn_head", "symmetric": True, "type": "float"}
 UNSUPPORTED = {
     "awq": ({"quant_method": "awq", "bits": 4}, "holds INT4 weights, quantized by 'awq'; this version serves"),
     "gptq": ({"quant_method": "gptq", "bits": 8}, "INT8 weights, quantized by 'gptq'"),
@@ -545,6 +552,14 @@ UNSUPPORTED = {
     "an unknown key of fbgemm": (FBGEMM | {"rotation": "hadamard"}, r"quantization_config\.rotation = 'hadamard'"),
     "an unknown key": (BLOCKS | {"rotation": "hadamard"}, r"quantization_config\.rotation = 'hadamard'"),
     "packed": (compressed(top={"format": "pack-quantized"}.items()), "INT4 or INT8 weights .*pack-quantized"),
+    "int4 beside int8": (compressed(top={"format": "int-quantized"}.items()), "INT4 or INT8 weights .*int-quantized"),
+    "compressed mxfp4": (compressed(top={"format": "mxfp4-pack-quantized"}.items()), "holds MXFP4 weights"),
+    "compressed mxfp8": (compressed(top={"format": "mxfp8-quantized"}.items()), "holds MXFP8 weights"),
+    "one group in int4": (MIXED, r"holds INT4 or INT8 weights \(compressed-tensors, pack-quantized\); this version"),
+    "KV scales of heads": (
+        compressed(top={"kv_cache_scheme": KV_OF_HEADS}.items()),
+        r"kv_cache_scheme\.strategy = 'attn_head' is not implemented; 'tensor' is",
+    ),
     "int8": (compressed(type="int"), r"weights\.type = 'int'"),
     "asymmetric": (compressed(symmetric=False), r"weights\.symmetric = False"),
     "groups": (compressed(strategy="group"), r"weights\.strategy = 'group'"),
@@ -556,6 +571,10 @@ UNSUPPORTED = {
     "dense groups": (compressed(top={"format": "dense"}.items()), "format = 'dense'"),
     "no groups": ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "names no group"),
     "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
+    "blocks of modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"},
+        r"quant_algo 'fp8_pb_wo' \(ModelOpt\); this version serves FP8 and FP8_PER_CHANNEL_PER_TOKEN$",
+    ),
     "mixed": ({"quantization": {"quant_algo": "MIXED_PRECISION"}}, "MIXED_PRECISION"),
 }  # fmt: skip
 
