@@ -35,6 +35,7 @@ from baton.core.requests.special_tokens import SPECIAL_TOKENS, special_tokens
 TEMPLATE_FILES: Final = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 BUILT_IN: Final = "chatml"
 TOOL_USE: Final = "tool_use"  # a model may have a separate template for conversations with tools
+_MORE_TEMPLATES: Final = "additional_chat_templates"  # the folder where transformers 5 saves all but the default
 RESERVED: Final = frozenset(("messages", "tools", "add_generation_prompt", "chat_template", *SPECIAL_TOKENS))
 _MARK: Final = "\x00baton-final-message\x00"
 
@@ -216,7 +217,8 @@ def _thought_form(text: str) -> ThoughtForm | None:
 def _sources(path: Path) -> dict[str, str]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".jinja":
-        return {"default": text}
+        second = path.parent / _MORE_TEMPLATES / f"{TOOL_USE}.jinja"
+        return {"default": text} | ({TOOL_USE: second.read_text(encoding="utf-8")} if second.is_file() else {})
     found = json.loads(text).get("chat_template")
     if not found:
         return {}

@@ -151,6 +151,24 @@ def test_it_renders_as_transformers_does():
                 assert template.render(messages, tools, add_generation_prompt=add) == want
 
 
+@pytest.mark.parametrize("save_jinja_files", [True, False])
+def test_a_template_for_tools_is_found_where_transformers_saves_it(save_jinja_files, tmp_path):
+    """5 saves named templates as files, earlier versions in tokenizer_config.json."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(TINY / "tokenizer.json"))
+    tokenizer.chat_template = {
+        "default": "plain {{ messages[0].content }}",
+        "tool_use": "{{ tools[0].function.name }}: {{ messages[0].content }}",
+        "rag": "{{ raise_exception('not for chats') }}",
+    }
+    tokenizer.save_pretrained(tmp_path, save_jinja_files=save_jinja_files)
+    assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").is_file() == save_jinja_files
+    template = ChatTemplate.load(tmp_path)
+    for tools in (None, [TOOL]):
+        assert template.render(HI, tools) == tokenizer.apply_chat_template(HI, tools=tools, tokenize=False)
+
+
 MARKED = """{%- set end = '<|im_end|>' %}
 {%- for message in messages %}
     {%- if message.role == 'assistant' %}
