@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _GIB = 1 << 30
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # what a clone without Git LFS has in place of large files
 
 
 @dataclass(kw_only=True)
@@ -93,7 +94,7 @@ def refuse_other_kinds(model: str, *, flag: str = "--model") -> None:
     """Refuse what is not a servable checkpoint: hub ids, GGUF, adapters, pickles. `flag` names the option in messages.
 
     Raises:
-        ModelMissing: it is a hub id, and no directory has that name.
+        ModelMissing: it is a hub id, and no directory has that name; or Git fetched pointers in place of its files.
         ModelUnsupported: it is another kind of file or directory.
     """
     if model in BUNDLED_MODELS:
@@ -124,7 +125,16 @@ def _refuse_file(path: Path, flag: str) -> None:
 
 
 def _refuse_directory(path: Path, names: set[str]) -> None:
-    has_weights = any(name.endswith(".safetensors") for name in names - {"adapter_model.safetensors"})
+    weights = {name for name in names if name.endswith(".safetensors")} - {"adapter_model.safetensors"}
+    has_weights = bool(weights)
+    pointers = sorted(name for name in weights | (names & {"tokenizer.json"}) if _is_lfs_pointer(path / name))
+    if pointers:
+        message = f"{path / pointers[0]} is a pointer of Git LFS, not the file; `git lfs pull` in {path} fetches it"
+        raise ModelMissing(message, path=str(path), missing=pointers)
+    if has_weights and all(name.startswith("consolidated") for name in weights):
+        message = f"{path} holds weights in Mistral's own form ({min(weights)}); this version serves that of "
+        message += "transformers, config.json and model*.safetensors, which most repositories hold beside it"
+        raise _unsupported(message, "consolidated")
     if "adapter_config.json" in names and not ("config.json" in names and has_weights):
         message = f"{path} is a LoRA adapter, not a model; merge it into its base model and serve the result"
         raise _unsupported(message, "adapter")
@@ -135,6 +145,14 @@ def _refuse_directory(path: Path, names: set[str]) -> None:
     if any(re.fullmatch(r"pytorch_model.*\.bin|.*\.pth?", name) for name in names):
         message = f"{path} holds PyTorch pickles (.bin), which run code as they load; convert them to safetensors"
         raise _unsupported(message, "pickle")
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError:
+        return False  # whoever reads it says what is wrong with it
 
 
 def _unsupported(message: str, kind: str) -> ModelUnsupported:

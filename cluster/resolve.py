@@ -49,6 +49,7 @@ _OTHER_TOKENIZERS = {
     "tokenizer.model": "from transformers import AutoTokenizer; "
     "AutoTokenizer.from_pretrained('.').save_pretrained('.')",
 }
+_OTHER_TOKENIZERS["vocab.json"] = _OTHER_TOKENIZERS["tokenizer.model"]  # and merges.txt
 _OF_ITS_CODE = ", with the pattern and the special tokens, in order of their ids, of the tokenizer's code beside it"
 # Names that both configurations have, but whose value for a worker is decided below, not copied.
 DECIDED = frozenset(
@@ -102,7 +103,7 @@ def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
         raise ModelMissing(f"{path} is not a directory", path=str(path))
     for name in ("config.json",) if is_dummy else ("config.json", "tokenizer.json"):
         if not _is_file(path / name):
-            hint = _conversion(path) if name == "tokenizer.json" else ""
+            hint = _conversion(path) if name == "tokenizer.json" else _below(path)
             raise ModelMissing(f"{path / name} does not exist{hint}", path=str(path / name))
     if not is_dummy:
         _require_weights(path)
@@ -176,6 +177,15 @@ def _conversion(path: Path) -> str:
         return ""
     command = _OTHER_TOKENIZERS[name]
     return f"; {name} is not read. In {path}, `{command}` writes it" + (_OF_ITS_CODE if "PATTERN" in command else "")
+
+
+def _below(path: Path) -> str:
+    """Name directories below that hold a config.json: a trainer's checkpoints, or snapshots in Hugging Face's cache."""
+    try:
+        found = sorted(str(file.parent) for below in ("*", "snapshots/*") for file in path.glob(f"{below}/config.json"))
+    except OSError:
+        return ""
+    return f"; a model may be {' or '.join(found[:3])}" if found else ""
 
 
 def _require_weights(path: Path) -> None:

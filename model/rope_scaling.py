@@ -98,9 +98,11 @@ def rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
             raise _refusal("is no mapping", rope)
         if any(isinstance(value, dict) for value in rope.values()):
             raise _refusal("one for each kind of layer is not implemented", rope)
-        if rope != found[0]:
+        # The base is also at the top level, so that one of the two may leave it out.
+        differ = {key for key in {*rope, *found[0]} if rope.get(key) != found[0].get(key)}
+        if differ - {"rope_theta"} or (differ and all("rope_theta" in each for each in found)):
             raise _refusal("rope_parameters and rope_scaling differ", found)
-    return dict(found[0]) if found else {}
+    return {key: value for rope in found for key, value in rope.items()}
 
 
 def read_scaling(values: Mapping[str, Any]) -> RopeScaling:

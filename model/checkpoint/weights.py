@@ -211,7 +211,9 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
     """
     has_single, has_index = ((path / name).is_file() for name in (_SINGLE_NAME, _INDEX_NAME))
     if not has_single and not has_index:
-        raise ModelMissing(f"{path} holds neither {_SINGLE_NAME} nor {_INDEX_NAME}", path=str(path))
+        others = sorted(file.name for file in path.glob("*.safetensors"))
+        hint = f"; others are not read: {', '.join(others[:_NUM_NAMED])}" if others else ""
+        raise ModelMissing(f"{path} holds neither {_SINGLE_NAME} nor {_INDEX_NAME}{hint}", path=str(path), files=others)
     weight_map = _read_index(path / _INDEX_NAME) if has_index else {}
     if has_single and _SINGLE_NAME not in weight_map.values():
         return _single(path, weight_map)

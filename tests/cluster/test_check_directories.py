@@ -200,7 +200,7 @@ def refused():
         ),
         "MXFP4": (quantized(quant_method="mxfp4"), "quantized by 'mxfp4'"),
         "packed INT4": (packed("pack-quantized"), "holds INT4 or INT8 weights"),
-        "INT8": (packed("int-quantized"), "holds INT8 weights"),
+        "INT8": (packed("int-quantized"), "holds INT4 or INT8 weights"),
         "NVFP4": (quantized(quant_method="modelopt", quant_algo="NVFP4"), "weights of quant_algo 'NVFP4'"),
         "an unknown key": (quantized(**BLOCKS, rotation="hadamard"), r"quantization_config\.rotation = 'hadamard'"),
         "FP8 in name alone": (quantized(**BLOCKS), "no weight is float8"),
@@ -301,6 +301,37 @@ def refused():
         "GGUF",
         Directory(
             without=weights, more={"q4.gguf": ""}, error="ModelUnsupported", sentence="holds GGUF files", **serve
+        ),
+    )
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"
+    for name in ("model.safetensors", "tokenizer.json"):
+        yield (
+            f"a pointer for {name}",
+            Directory(
+                more={name: pointer},
+                error="ModelMissing",
+                sentence=rf"{name} is a pointer of Git LFS, not the file; `git lfs pull` in .* fetches it",
+                **serve,
+            ),
+        )
+    yield (
+        "Mistral's own weights",
+        Directory(
+            without=weights,
+            more={"consolidated.safetensors": "", "params.json": "{}"},
+            error="ModelUnsupported",
+            sentence=r"holds weights in Mistral's own form \(consolidated\.safetensors\); this version serves",
+            **serve,
+        ),
+    )
+    yield (
+        "weights of another name",
+        Directory(
+            without=weights,
+            more={"model.fp16.safetensors": ""},
+            error="ModelMissing",
+            sentence=r"neither model\.safetensors nor .*; others are not read: model\.fp16\.safetensors",
+            **serve,
         ),
     )
     yield (

@@ -62,7 +62,7 @@ def test_a_missing_file_is_named(model, name):
         resolve.find_model(str(model))
 
 
-@pytest.mark.parametrize("name", ["tiktoken.model", "tekken.json", "tokenizer.model"])
+@pytest.mark.parametrize("name", ["tiktoken.model", "tekken.json", "tokenizer.model", "vocab.json"])
 def test_a_tokenizer_of_another_kind_is_named_with_what_converts_it(model, name):
     (model / "tokenizer.json").unlink()
     (model / name).write_bytes(b"")
@@ -101,6 +101,17 @@ def test_shards_are_not_missed_beside_a_whole_checkpoint(model):
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     assert resolve.find_model(str(model)).path == model.resolve()
+
+
+@pytest.mark.parametrize("below", ["checkpoint-500", "snapshots/0a1b"])
+def test_models_below_the_directory_are_named(below, tmp_path):
+    """A trainer's output and the folder of Hugging Face's cache hold models, and are none."""
+    with pytest.raises(ModelMissing, match=r"config\.json does not exist$"):
+        resolve.find_model(str(tmp_path))
+    (tmp_path / below).mkdir(parents=True)
+    (tmp_path / below / "config.json").write_text("{}")
+    with pytest.raises(ModelMissing, match=rf"config\.json does not exist; a model may be {tmp_path / below}$"):
+        resolve.find_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["~nosuch/x", "a\0b", "x" * 5000])

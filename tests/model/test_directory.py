@@ -276,6 +276,24 @@ def test_the_hash_tells_weights_and_config_apart(copy, tiny_checkpoint):
     assert ModelConfig.from_directory(copy).model_hash != base.model_hash
 
 
+def test_a_base_that_one_of_two_spellings_names(copy):
+    """A directory that transformers 5 saved, with `rope_scaling` added for earlier versions."""
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    rewrite_config(copy, rope_theta=...)
+    for changes in (
+        {"rope_parameters": scaling | {"rope_theta": 5e5}, "rope_scaling": scaling},
+        {"rope_parameters": scaling, "rope_scaling": scaling | {"rope_theta": 5e5}},
+    ):
+        rewrite_config(copy, **changes)
+        config = ModelConfig.from_directory(copy)
+        assert (config.rope_theta, config.rope.kind, config.rope.factor) == (5e5, "linear", 2.0)
+    both = {"rope_parameters": scaling | {"rope_theta": 5e5}, "rope_scaling": scaling | {"rope_theta": 1e4}}
+    for changes in (both, {"rope_parameters": scaling | {"rope_theta": 5e5}, "rope_scaling": {"factor": 2.0}}):
+        rewrite_config(copy, **changes)
+        with pytest.raises(ModelUnsupported, match="rope_parameters and rope_scaling differ"):
+            ModelConfig.from_directory(copy)
+
+
 def test_both_spellings_of_rope_and_experts(copy):
     base = ModelConfig.from_directory(copy)
     rewrite_config(copy, rope_theta=..., rope_scaling=..., rope_parameters={"rope_type": "default", "rope_theta": 5e5})
