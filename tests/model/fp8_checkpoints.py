@@ -21,12 +21,21 @@ MOE["mixtral"] = {"num_local_experts": 4}
 QUANTIZED = ("_proj.weight", "kv_a_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight", "mtp.fc.weight")
 PROJECTIONS = (".in_proj_qkv.weight", ".in_proj_z.weight", ".in_proj_qkvz.weight")  # of gated delta nets
 IGNORED = ("lm_head", "model.layers.1.self_attn.o_proj")
-WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None, "actorder": None}
-INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+# As llm-compressor 0.14.0 with compressed-tensors 0.20.1 writes its schemes FP8_DYNAMIC, FP8 and FP8_BLOCK.
+WEIGHTS = {
+    "num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None,
+    "observer": "memoryless_minmax",
+}  # fmt: skip
+INPUTS = {
+    "num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token", "group_size": None,
+}  # fmt: skip
+STATIC_INPUTS = INPUTS | {"dynamic": False, "strategy": "tensor", "observer": "static_minmax"}
+BLOCK_INPUTS = INPUTS | {"strategy": "group", "group_size": 128}
 
 
 def _llm_compressor(strategy, inputs=INPUTS, **weights):
     group = {"targets": ["Linear"], "weights": WEIGHTS | {"strategy": strategy, **weights}, "input_activations": inputs}
+    group["format"] = "float-quantized"
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
@@ -35,13 +44,19 @@ def _llm_compressor(strategy, inputs=INPUTS, **weights):
         "ignore": list(IGNORED),
         "kv_cache_scheme": None,
         "sparsity_config": {},
-        "global_compression_ratio": 1.5,
+        "transform_config": {},
+        "moe_sparsity_config": None,
+        "global_compression_ratio": None,
+        "version": "0.20.1",
     }
 
 
-def _layout(config, scale, suffix="weight_scale", dtype=torch.float32, wide=False, static=False, file="config.json"):
+def _layout(
+    config, scale, suffix="weight_scale", dtype=torch.float32, wide=False, static=False, file="config.json", flat=False,
+):  # fmt: skip
+    """`flat`: scales of a tensor or its channels have one dimension, instead of none or two."""
     return SimpleNamespace(
-        config=config, scale=scale, suffix=suffix, dtype=dtype, wide=wide, static=static, file=file
+        config=config, scale=scale, suffix=suffix, dtype=dtype, wide=wide, static=static, file=file, flat=flat
     )  # fmt: skip
 
 
@@ -50,12 +65,14 @@ BLOCKS = {
     "modules_to_not_convert": list(IGNORED),
 }  # fmt: skip
 AUTO_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": list(IGNORED)}
+# As nvidia-modelopt 0.47.0 writes them: both forms, of which the first was once the only one.
+MODELOPT_PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 MODELOPT = {
-    "producer": {"name": "modelopt", "version": "0.33.0"},
+    "producer": MODELOPT_PRODUCER,
     "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": list(IGNORED)},
 }
 MODELOPT_FLAT = {
-    "quant_method": "modelopt", "quant_algo": "FP8", "ignore": list(IGNORED), "producer": {"name": "modelopt"},
+    "quant_method": "modelopt", "quant_algo": "FP8", "ignore": list(IGNORED), "producer": MODELOPT_PRODUCER,
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
@@ -65,17 +82,26 @@ MODELOPT_FLAT = {
     },
     "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
 }  # fmt: skip
+MODELOPT_CHANNEL = {
+    "quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": list(IGNORED),
+    "producer": MODELOPT_PRODUCER,
+}  # fmt: skip
 FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": list(IGNORED)}
 LAYOUTS = {
     "qwen3-fp8": _layout(BLOCKS, "block", "weight_scale_inv", torch.bfloat16),
     "deepseek": _layout(BLOCKS | {"scale_fmt": "ue8m0"}, "block", "weight_scale_inv"),
     "autofp8": _layout(AUTO_FP8, "tensor", static=True),
-    "compressed tensor": _layout(_llm_compressor("tensor"), "tensor", dtype=torch.bfloat16),
-    "compressed block": _layout(_llm_compressor("block", block_structure=[128, 128]), "block"),
+    "compressed tensor": _layout(
+        _llm_compressor("tensor", STATIC_INPUTS), "tensor", dtype=torch.bfloat16, static=True, flat=True
+    ),
+    "compressed block": _layout(
+        _llm_compressor("block", BLOCK_INPUTS, block_structure=[128, 128]), "block", dtype=torch.bfloat16
+    ),
     "compressed channel": _layout(_llm_compressor("channel"), "channel", dtype=torch.bfloat16, wide=True),
     "fbgemm": _layout(FBGEMM, "channel", wide=True),
     "compressed weight-only": _layout(_llm_compressor("tensor", None), "tensor", wide=True),
     "modelopt": _layout(MODELOPT, "tensor", static=True, file="hf_quant_config.json"),
+    "modelopt channel": _layout(MODELOPT_CHANNEL, "channel", wide=True, flat=True),
     "modelopt flat": _layout(MODELOPT_FLAT, "tensor", static=True),
 }
 
@@ -99,7 +125,7 @@ def write_float8(path, layout, *, kind="qwen3", ignored=IGNORED, seed=5, **optio
         values, scale, plain[name] = _quantized(tensors[name], layout, generator)
         tensors[name], tensors[f"{module}.{layout.suffix}"] = values, scale
         if layout.static:
-            tensors[f"{module}.input_scale"] = torch.tensor(0.013)
+            tensors[f"{module}.input_scale"] = torch.tensor([0.013] if layout.flat else 0.013, dtype=layout.dtype)
     save_file(tensors, path / "float8" / "model.safetensors", metadata={"format": "pt"})
     save_file(plain, path / "plain" / "model.safetensors", metadata={"format": "pt"})
     if layout.file == "config.json":
@@ -125,4 +151,5 @@ def _quantized(weight, layout, generator):
         wide = wide.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
     values = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
     stored = scale.reshape(()) if layout.scale == "tensor" else scale
+    stored = scale.flatten() if layout.flat else stored
     return values, stored, values.float() * wide
