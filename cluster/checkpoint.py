@@ -152,7 +152,7 @@ def _is_lfs_pointer(file: Path) -> bool:
         with file.open("rb") as stream:
             return stream.read(len(_LFS_POINTER)) == _LFS_POINTER
     except OSError:
-        return False  # whoever reads it says what is wrong with it
+        return False  # what reads it says what is wrong with it
 
 
 def _unsupported(message: str, kind: str) -> ModelUnsupported:
