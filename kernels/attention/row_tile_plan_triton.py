@@ -202,6 +202,7 @@ def merge(
     group, num_slots = num_heads // num_kv_heads, plan.shape[0] // ENTRY_LEN
     rows, step, num_warps = merge_shape(num_slots, num_sequences, head_dim)
     num_row_steps = -(-min(tile_rows, max_query_len * group) // rows)
+    # An early launch reads the plan before it waits. Attention is none, so that the plan was there when it began.
     pdl = out_TAD.is_cuda and torch.version.hip is None
     with torch.cuda.device_of(out_TAD):
         merge_row_tiles_kernel[(num_slots * num_row_steps, num_kv_heads)](

@@ -26,7 +26,7 @@ from baton.kernels.variant import Variant
 
 OUTPUTS = 64  # rows of the router of a tile: those of an instruction of Hopper's
 COLUMNS = 256  # of a part
-_WARP_OUTPUTS = 16
+_WARPS = 4
 
 _COLUMNS = tl.constexpr(COLUMNS)
 
@@ -136,9 +136,9 @@ def _norm_route_kernel(
         tl.store(counter, 0)
 
 
-def num_programs(num_tokens: int, num_rows: int, hidden: int, outputs: int = OUTPUTS) -> int:
+def num_programs(num_tokens: int, num_rows: int, hidden: int) -> int:
     """Programs of a launch; `num_rows` are those of the router that it reads."""
-    return -(-num_rows // outputs) * (hidden // COLUMNS) + num_tokens
+    return -(-num_rows // OUTPUTS) * (hidden // COLUMNS) + num_tokens
 
 
 def launch(
@@ -155,7 +155,6 @@ def launch(
     renormalises: bool,
     has_shared: bool,
     is_gated: bool,
-    outputs: int = OUTPUTS,
 ) -> None:
     """Write norm, sum, weights and experts, all contiguous; all arguments were checked.
 
@@ -172,7 +171,6 @@ def launch(
         renormalises: whether weights are divided by their sum.
         has_shared: whether the number of experts is the last choice.
         is_gated: whether the gate's row weighs it.
-        outputs: rows of the router of a tile, 16 for each warp.
     """
     rows_TD, sum_TD, weight_TK, expert_TK = made
     (num_tokens, hidden), num_rows = x_TD.shape, num_experts + is_gated
@@ -180,7 +178,7 @@ def launch(
     parts = torch.empty(splits * num_tokens * num_rows, dtype=torch.float32, device=x_TD.device)
     constants = _constants(
         max(16, triton.next_power_of_2(num_tokens)), hidden, num_experts, weight_TK.shape[1] - has_shared, plus_one,
-        renormalises, has_shared, is_gated, outputs, x_TD.device,
+        renormalises, has_shared, is_gated, x_TD.device,
     )  # fmt: skip
     # A single row's stride may be anything.
     x_stride, added_stride = (rows.stride(0) if num_tokens > 1 else hidden for rows in (x_TD, added_TD))
@@ -189,25 +187,24 @@ def launch(
         parts, counters, weight_TK, expert_TK, num_tokens, eps,
     )  # fmt: skip
     with torch.cuda.device_of(x_TD):
-        _launch_route((num_programs(num_tokens, num_rows, hidden, outputs),), arguments, constants)
+        _launch_route((num_programs(num_tokens, num_rows, hidden),), arguments, constants)
 
 
 @functools.lru_cache(maxsize=64)
 def _constants(*sizes: Any) -> Constants:
-    *sizes, outputs, device = sizes
-    by_name = _by_name(*sizes, outputs) | {"num_warps": outputs // _WARP_OUTPUTS}
-    return Constants(by_name | dependent_launch(device))
+    *sizes, device = sizes
+    return Constants(_by_name(*sizes) | {"num_warps": _WARPS} | dependent_launch(device))
 
 
 def _by_name(
     rows: int, hidden: int, num_experts: int, num_chosen: int, plus_one: bool, renormalises: bool, has_shared: bool,
-    is_gated: bool, outputs: int = OUTPUTS,
+    is_gated: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """All but `EARLY`."""
     splits = hidden // COLUMNS
     return {
         "BM": rows,
-        "BN": outputs,
+        "BN": OUTPUTS,
         "D": hidden,
         "DP": triton.next_power_of_2(hidden),
         "SPLITS": splits,
@@ -249,7 +246,7 @@ def variants() -> list[Variant]:
             types=types,
             constants=_by_name(rows, *layers[name]) | {"EARLY": early},
             aligned=aligned,
-            num_warps=OUTPUTS // _WARP_OUTPUTS,
+            num_warps=_WARPS,
             contains=("HGMMA",),
             lacks=("HMMA",),
             on_amd=not early,

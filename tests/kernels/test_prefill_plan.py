@@ -44,13 +44,16 @@ def name_of(options):
 @pytest.mark.parametrize("kind", ["fitted", "judged"])
 def test_what_is_chosen_is_nearly_the_best_of_what_was_measured(kind):
     """And beside FlashAttention-3."""
-    losses, gains = [], []
+    losses, gains, untimed = [], [], []
     for row in MEASURED[kind]:
         name = name_of(choose(chunks_of(row["heads"], row["chunks"]), 132, may_divide=True))
         if name in row["us"]:
             losses.append(row["us"][name] / min(row["us"].values()))
             gains.append(row["fa3"] / row["us"][name])
-    assert len(losses) > 0.9 * len(MEASURED[kind]) > 120
+        else:
+            untimed.append(name)
+    assert len(losses) >= 129
+    assert len(untimed) - untimed.count("plain") <= 1, "plain is for few rows and positions alone, and was not timed"
     assert statistics.geometric_mean(losses) < 1.03
     assert sorted(losses)[int(0.9 * len(losses))] < 1.12
     assert statistics.mean(gains) > 1.09
